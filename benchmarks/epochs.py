@@ -33,10 +33,10 @@ def whole_run(device: str, *, quick: bool) -> dict[str, Any]:
     x, y = digits(count)
     data = ResidentDataset(x.to(device), y.to(device))
     times: dict[str, list[float]] = {"Opacus, hooks": [], "torchfil train_step": []}
-    error, share = 0.0, 0.0
+    error = 0.0
     for _ in range(rounds):
         times["Opacus, hooks"].append(_opacus(data, device, epochs))
-        seconds, error, share = _torchfil(data, device, epochs)
+        seconds, error = _torchfil(data, device, epochs)
         times["torchfil train_step"].append(seconds)
     seconds_by_method = {title: statistics.median(taken) for title, taken in times.items()}
     return {
@@ -47,7 +47,6 @@ def whole_run(device: str, *, quick: bool) -> dict[str, Any]:
         "seconds": seconds_by_method,
         "ratio": seconds_by_method["torchfil train_step"] / seconds_by_method["Opacus, hooks"],
         "median_relative_error": error,
-        "last_share_of_steps": share,
     }
 
 
@@ -79,7 +78,7 @@ def _opacus(data: ResidentDataset, device: str, epochs: int) -> float:
     return time.perf_counter() - start
 
 
-def _torchfil(data: ResidentDataset, device: str, epochs: int) -> tuple[float, float, float]:
+def _torchfil(data: ResidentDataset, device: str, epochs: int) -> tuple[float, float]:
     given = _start(data, device)
     synchronize(device)
     start = time.perf_counter()
@@ -94,4 +93,4 @@ def _torchfil(data: ResidentDataset, device: str, epochs: int) -> tuple[float, f
     synchronize(device)
     seconds = time.perf_counter() - start
     relative = fil.standard_error / fil.value
-    return seconds, float(relative[fil.value > 0].median()), engine._training.run.pace.rate
+    return seconds, float(relative[fil.value > 0].median())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -98,13 +98,15 @@ class Variant:
 
     Attributes:
         method: "plain", "hooks", "ghost", "loop" (an unchanged loop under torchfil) or "train_step".
-        settings: Options of torchfil's accounting and its execution, and the ``grad_sample_mode``.
+        accounting: torchfil's.
+        mode: Its ``grad_sample_mode``.
         paused: Whether nothing is measured.
         mean: Whether to report the mean time instead of the median, because steps differ by design.
     """
 
     method: str
-    settings: tuple[tuple[str, Any], ...] = ()
+    accounting: Accounting = field(default_factory=lambda: Accounting(num_probes=1))
+    mode: str = "auto"
     paused: bool = False
     mean: bool = False
 
@@ -119,29 +121,23 @@ def variants(device: str) -> dict[str, Variant]:
         "plain SGD": Variant("plain"),
         UNIT: Variant("hooks"),
         "Opacus, ghost clipping": Variant("ghost"),
-        "torchfil loop, 1 probe": Variant("loop", (("num_probes", 1),)),
-        "torchfil loop, Opacus's hooks, 1 probe": Variant("loop", (("num_probes", 1), ("grad_sample_mode", "hooks"))),
-        "torchfil train_step, not measured": Variant("train_step", (("num_probes", 1),), paused=True),
-        "torchfil train_step, 1 probe": Variant("train_step", (("num_probes", 1),)),
-        "torchfil train_step, 3 probes": Variant("train_step", (("num_probes", 3),)),
+        "torchfil loop, 1 probe": Variant("loop"),
+        "torchfil loop, Opacus's hooks, 1 probe": Variant("loop", mode="hooks"),
+        "torchfil train_step, not measured": Variant("train_step", paused=True),
+        "torchfil train_step, 1 probe": Variant("train_step"),
+        "torchfil train_step, 3 probes": Variant("train_step", Accounting(num_probes=3)),
         "torchfil train_step, 1 probe, 1 question": Variant(
-            "train_step", (("num_probes", 1), ("questions", {"label": Change(_other_label)}))
+            "train_step", Accounting(num_probes=1, questions={"label": Change(_other_label)})
         ),
     }
     if device.startswith("cuda"):
         chosen["torchfil train_step, 1 probe, no CUDA graph"] = Variant(
-            "train_step", (("num_probes", 1), ("cuda_graphs", False))
+            "train_step", Accounting(num_probes=1, execution=Execution(cuda_graphs=False))
         )
-    settings = (("rel_error", 0.05), ("epochs", 100))
-    chosen["torchfil train_step, rel_error = 0.05 over 100 epochs"] = Variant("train_step", settings, mean=True)
+    chosen["torchfil train_step, rel_error = 0.05 over 100 epochs"] = Variant(
+        "train_step", Accounting(rel_error=0.05, epochs=100), mean=True
+    )
     return chosen
-
-
-def accounting(**options: Any) -> Accounting:
-    """Options of the accounting and of its execution together."""
-    names = {part.name for part in fields(Execution)}
-    execution = Execution(**{name: options.pop(name) for name in list(options) if name in names})
-    return Accounting(execution=execution, **options)
 
 
 class Loop:
@@ -187,12 +183,15 @@ class Loop:
             )
         else:
             self.engine = FILPrivacyEngine()
-            settings = {"max_memory": 2**35 if device.startswith("cuda") else 2**33, **dict(variant.settings)}
-            given["grad_sample_mode"] = settings.pop("grad_sample_mode", "auto")
+            memory = 2**35 if device.startswith("cuda") else 2**33
+            execution = replace(variant.accounting.execution, max_memory=memory)
             if variant.method == "train_step":
                 given["criterion"] = self.criterion
             module, self.optimizer, loader = self.engine.make_private(
-                **given, private=model.private, accounting=accounting(**settings)
+                **given,
+                private=model.private,
+                grad_sample_mode=variant.mode,
+                accounting=replace(variant.accounting, execution=execution),
             )
 
         # all methods draw the same batches, from the loader's seed

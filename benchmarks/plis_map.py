@@ -1,36 +1,19 @@
 """A PLIS map of a batch of MNIST images as a multiple of a plain pass (forward and backward) over the same batch.
 
-python benchmarks/plis_map.py [--device cuda] [--batch 256]
+python -m benchmarks.plis_map [--device cuda] [--batch 256]
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from benchmarks import zoo
+from benchmarks.measuring import seconds_in_turns
 from torchfil import PLIS
-
-
-def seconds(work: dict[str, Callable[[], object]], device: str, repeats: int = 15) -> dict[str, float]:
-    """The median time of each call, in turns."""
-    times: dict[str, list[float]] = {name: [] for name in work}
-    for turn in range(repeats + 2):
-        for name, run in work.items():
-            if device == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            run()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            if turn >= 2:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def main() -> None:
@@ -50,7 +33,8 @@ def main() -> None:
 
     work: dict[str, Callable[[], object]] = {"forward": lambda: model(x), "pass": forward_and_backward}
     work |= {name: lambda plis=plis: plis.attribute(x, y) for name, plis in kinds.items()}  # type: ignore[misc]
-    times = seconds(work, options.device)
+    rows = seconds_in_turns(work, options.device, repeats=15)
+    times = {name: row["seconds"] for name, row in rows.items()}
     backward = times["pass"] - times["forward"]
     print(f"MNIST CNN, batch {options.batch}, {options.device}, torch {torch.__version__}")
     print(

@@ -1,33 +1,24 @@
 """What a run costs at another size: time, memory and messages of a step, from formulas fitted to measurements.
 
-    python -m benchmarks.scale_model [--measure]
+    python -m benchmarks.scale_model
 
 Prints the constants, the errors of the formulas on the measurements, and tables for 10⁶, 10⁸ and 10⁹ examples and
-models of 10⁸ and 10¹⁰ parameters. ``--measure`` also times, on this machine, the messages between several processes
-and a ledger of a million rows.
+models of 10⁸ and 10¹⁰ parameters.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from scipy.optimize import nnls
-from torch.multiprocessing.spawn import spawn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.loops import MODELS
-from torchfil.accounting.ledger import Contribution, Ledger
-from torchfil.accounting.norms import NormHistory
-from torchfil.engine.distributed.ranks import Ranks
+from torchfil import Accounting
 
 __all__ = ["Constants", "Measured", "Size", "fit", "fitted", "measured_in_float32", "tables"]
 
@@ -219,7 +210,7 @@ class Size:
     @property
     def ledger_bytes(self) -> float:
         """The bytes of every process's ledger if only the trace is tracked: rows and norm history of all examples."""
-        return self.examples * (Ledger.bytes_needed(1, 1, (), 1) + NormHistory.bytes_needed(1))
+        return self.examples * Accounting().bytes_per_example(1)
 
 
 MODELS_READ_OUT = {
@@ -278,46 +269,8 @@ def _bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-# ---------------------------------------------------------------------- on this machine
-
-
-def agreement_seconds(ranks: int = 2, steps: int = 300) -> float:
-    """The median time that this many gloo processes need to agree on a step."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_agree, args=(ranks, steps, folder), nprocs=ranks)
-        return float((Path(folder) / "seconds").read_text())
-
-
-def _agree(rank: int, ranks: int, steps: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    together, taken = Ranks(0, 1), []
-    for step in range(steps):
-        start = time.perf_counter()
-        together.agree({"noise_multiplier": 1.0, "max_grad_norm": 1.0, "steps": float(step), "coordinates": None})
-        taken.append(time.perf_counter() - start)
-    if rank == 0:
-        (Path(folder) / "seconds").write_text(str(np.median(taken)))
-    dist.destroy_process_group()
-
-
-def booking_seconds(examples: int = 1_000_000, batch: int = 8192, steps: int = 20) -> float:
-    """The median time to enter a batch into ledger and norm history, on the CPU."""
-    ledger, history, taken = Ledger(examples, 1), NormHistory(examples), []
-    for _ in range(steps):
-        rows, norms = torch.randperm(examples)[:batch], torch.rand(batch)
-        start = time.perf_counter()
-        ledger.add(Contribution(rows, norms, True, {"trace": norms.double()}))
-        history.step(rows, norms, 1.0, batch / examples)
-        taken.append(time.perf_counter() - start)
-    return float(np.median(taken))
-
-
 def main() -> None:
     """Print constants, residuals and tables."""
-    parser = argparse.ArgumentParser("python -m benchmarks.scale_model", description=__doc__)
-    parser.add_argument("--measure", action="store_true", help="also time messages and ledger on this machine")
-    options = parser.parse_args()
     measured = measured_in_float32()
     float32, bfloat16 = fitted(measured)
     for name, constants, rows in (("float32", float32, measured), ("bfloat16", bfloat16, IN_BFLOAT16)):
@@ -325,10 +278,6 @@ def main() -> None:
         for each, ratio in zip(rows, constants.ratios(rows), strict=True):
             print(f"  {each.title}, {each.probes} probes: {1e3 * each.seconds:.3g} ms, formula {ratio:.2f} times that")
     print(f"one example: {BYTES_PER_ACTIVATION:.0f} bytes by layer, width and position\n\n{tables(float32, bfloat16)}")
-    if options.measure:
-        for ranks in (2, 4):
-            print(f"{ranks} processes agree in {1e3 * agreement_seconds(ranks):.2f} ms")
-        print(f"a batch of 8,192 of 10⁶ examples is entered in {1e3 * booking_seconds():.1f} ms")
 
 
 if __name__ == "__main__":

@@ -16,17 +16,6 @@ black,0.25,1.0,-1.0,1,0,11,CC,-0.5
 white,1.0,-2.0,0.5,0,0,13,TT,-1.25
 asian,-1.0,0.5,0.0,1,1,11,CT,0.0
 """
-ADULT = """20, Private, 1, HS-grad, 9, Never-married, Sales, Own-child, White, Male, 0, 3, 40, Cuba, <=50K
-30, State-gov, 3, Masters, 14, Married-AF-spouse, Sales, Wife, Black, Female, 0, 0, 38, Peru, >50K
-99, ?, 3, Masters, 14, Married-AF-spouse, Sales, Wife, Black, Female, 0, 0, 38, Peru, >50K
-40, Private, 5, 10th, 6, Married-spouse-absent, Craft-repair, Husband, White, Male, 6, 0, 42, Cuba, >50K
-
-"""
-ADULT_TEST = """|1x3 Cross validator
-50, Private, 3, Masters, 14, Married-civ-spouse, Sales, Husband, White, Male, 2, 1, 40, Cuba, >50K.
-10, State-gov, 3, 10th, 6, Widowed, Sales, Wife, Black, Female, 0, 0, 44, ?, <=50K.
-10, State-gov, 3, 10th, 6, Separated, Sales, Wife, Black, Female, 0, 0, 44, Peru, <=50K.
-"""
 
 
 def real_data(*names: str) -> paper_data.PaperData:
@@ -40,12 +29,6 @@ def real_data(*names: str) -> paper_data.PaperData:
 def write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-
-
-def write_tables(folder: Path) -> None:
-    write(folder / "iwpc" / "iwpc-scaled.csv", IWPC.encode())
-    write(folder / "adult" / "adult.data.gz", ADULT.encode())
-    write(folder / "adult" / "adult.test", ADULT_TEST.encode())
 
 
 def idx(array: np.ndarray) -> bytes:

@@ -14,10 +14,9 @@ from torch import nn
 from benchmarks import __main__ as command
 from benchmarks import comparison, loops, paper, targets, zoo
 from benchmarks import many_examples as many
-from benchmarks.scale_model import fitted, measured_in_float32
+from benchmarks.scale_model import fitted, measured_in_float32, tables
 from torchfil import SmoothnessValidator
 from torchfil.fisher.operator import ClippedJacobian
-from torchfil.report import load
 
 
 def tiny() -> loops.Model:
@@ -76,15 +75,10 @@ def test_targets_are_checked_over_seeds(capsys: pytest.CaptureFixture[str]) -> N
     assert "seed 0: σ = " in capsys.readouterr().out
 
 
-def test_a_run_of_many_examples_states_its_bytes(tmp_path: Path) -> None:
-    found = many.train_and_save(300, tmp_path / "run.parquet", all_drawn=True)
-    assert found["bytes_an_example"] == found["bytes_an_example_drawn"] == 136
-    assert len(load(tmp_path / "run.parquet")) == 300
-
-
 @pytest.mark.slow
 def test_every_stage_of_many_examples_runs() -> None:
-    found = many.many_examples([300])
+    found = many.many_examples([300], all_drawn=True)
+    assert found["details"][0]["bytes_an_example"] == found["details"][0]["bytes_an_example_drawn"] == 136
     assert all(0 < gb[0] < 4 for gb in found["peak_gb"].values())
 
 
@@ -102,3 +96,4 @@ def test_the_formula_is_within_a_factor_of_two_of_every_measurement() -> None:
     float32, bfloat16 = fitted(measured_in_float32())
     assert 1 < float32.off_by < 2
     assert 1 < bfloat16.off_by < 2
+    assert "136 GB" in tables(float32, bfloat16)  # the ledger of a billion examples

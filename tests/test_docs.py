@@ -13,7 +13,6 @@ from types import ModuleType
 import pytest
 
 import torchfil
-from torchfil.gate.policy import Policy
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -65,15 +64,6 @@ def _named() -> set[str]:
     return {name for page in (DOCS / "api").glob("*.md") for name in ONE_NAME.findall(page.read_text())}
 
 
-def test_what_people_import_from_torchfil_is_in_the_api_reference_under_that_name() -> None:
-    modules = {name for page in (DOCS / "api").glob("*.md") for name, _ in DIRECTIVE.findall(page.read_text())}
-    wanted = {f"torchfil.{name}" for name in torchfil.__all__ if name != "__version__"}
-    assert wanted <= _named() | modules
-    listed = re.findall(r"^\| \[`(torchfil\.\w+)`\]", (DOCS / "api" / "index.md").read_text(), flags=re.MULTILINE)
-    folders = {f"torchfil.{info.name}" for info in pkgutil.iter_modules(torchfil.__path__)}
-    assert set(listed) == wanted - folders
-
-
 def _public_modules() -> list[str]:
     """torchfil and its folders and modules that a user imports from; ``cli`` has a page of its own."""
     names = [info.name for info in pkgutil.iter_modules(torchfil.__path__) if not info.name.startswith("_")]
@@ -91,9 +81,3 @@ def test_every_public_name_is_in_the_api_reference(name: str) -> None:
         if not isinstance(value, ModuleType) and not any(value is other for other in shown.get(public, []))
     ]
     assert not missing, f"{name}: not in docs/api"
-
-
-def test_the_reference_of_policies_names_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
-    text = importlib.import_module("policy_keys").as_markdown()
-    assert re.findall(r"^`(\w+)`$", text, flags=re.MULTILINE) == list(Policy.__struct_fields__)

@@ -45,17 +45,6 @@ def test_the_table_of_subsampling_factors_is_right() -> None:
             assert printed == pytest.approx([float(kappa) for kappa in factors], rel=0.05), (q, sigma)
 
 
-def test_the_digit_of_the_readme_is_compared_with_its_own_label() -> None:
-    """README: "Guessing the average picture of a 0 … is off by 0.16", by the mean of the other zeros."""
-    load_digits = pytest.importorskip("sklearn.datasets").load_digits
-    pixels, digits = load_digits(return_X_y=True)
-    zeros, place = pixels[digits == 0] / 16, int((digits[:695] == 0).sum())
-    assert digits[695] == 0
-    errors = (zeros - (zeros.sum(axis=0) - zeros) / (len(zeros) - 1)) ** 2
-    (said,) = re.findall(r"Guessing the average picture of a 0, without the model, is off by (0\.\d+)", README)
-    assert said == f"{errors.mean() ** 0.5:.2f}" == f"{errors[place].mean() ** 0.5:.2f}"
-
-
 def test_the_diff_to_plain_opacus_is_two_lines() -> None:
     (diff,) = re.findall(r"```diff\n(.*?)```", README, flags=re.DOTALL)
     removed = [line[1:] for line in diff.splitlines() if line.startswith("-")]

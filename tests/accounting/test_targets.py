@@ -19,10 +19,9 @@ from torchfil.planning.calibration import LeakageTarget, TargetCheck
 positive = st.floats(1e-6, 1e6)
 
 
-def exposed(values: Any, power: float = 0.5, measured: Any = None) -> equalising.Exposure:
+def exposed(values: Any) -> equalising.Exposure:
     value = torch.as_tensor(values, dtype=torch.float64)
-    measured = torch.ones(len(value), dtype=torch.bool) if measured is None else torch.tensor(measured)
-    return equalising.Exposure(value, value, measured, power=power)
+    return equalising.Exposure(value, value, torch.ones(len(value), dtype=torch.bool))
 
 
 @settings(deadline=None)
@@ -41,44 +40,16 @@ def test_lowered_weights(values: list[float], most: float, margin: float) -> Non
     assert bool((foreseen[~safe] > 2 ** (-2 / 4) - 1e-5).all())
 
 
-def test_groups_become_equal() -> None:
-    """If exposure responds as ω², three steps bring the means within the ratio, each nearer."""
-    torch.manual_seed(0)
-    power = 1.0  # of D; tests of equalising have that of a bound
-    unit = torch.rand(300, dtype=torch.float64) * torch.tensor([1.0, 4.0, 9.0])[torch.arange(300) % 3]
-    following = equalising.RoundWeights.starting(None, range(300), ["a", "b", "c"] * 100, None)
-    goal, ratios = equalising.Goal(has_groups=True), []
-    for _ in range(3):
-        following = following.after(exposed(unit * following.values.square(), power), goal)
-        ratios.append(following.ratio(exposed(unit * following.values.square(), power)) or 0.0)
-    assert ratios == sorted(ratios, reverse=True)
-    assert 1 <= ratios[-1] <= goal.group_ratio
-    assert following.factors.max() == following.factors[0] == 1
-
-
-def test_factors_of_groups_and_cells() -> None:
-    """A group that got too little of a weight is brought back; a group of which nobody was measured changes nothing."""
-    factors = equalising.group_factors(torch.tensor([1.0, 0.25]), torch.tensor([1.0, 0.5]), power=0.5, ratio=1.0 + 1e-9)
-    torch.testing.assert_close(factors, torch.tensor([1.0, 0.25 * 2**0.8]), rtol=0.02, atol=0)
-    levels = equalising.group_levels(
-        exposed([1.0, 2.0, 5.0], measured=[True, True, False]), None, torch.tensor([0, 1, 2])
-    )
-    assert math.isnan(levels[2])
-    assert equalising.group_factors(torch.ones(3), levels, power=0.5, ratio=1.05)[2] == 1
-    with pytest.raises(ValueError, match="cut through"):
-        equalising.RoundWeights.starting(None, range(4), [0, 1, 0, 1], [0, 0, 1, 1])
-
-
 def test_labels_that_fit_nobody() -> None:
     for given_labels, noun in (({"x": 1}, "no label for 1 of 2"), (["a"], "1 labels"), ([1.0, math.nan], "NaN")):
         with pytest.raises(ValueError, match=noun):
-            equalising.members_of(given_labels, ["x", "y"], "by")
+            equalising.members_of(given_labels, ["x", "y"])
 
 
 def test_goals_that_are_none() -> None:
     wrong: dict[str, dict[str, Any]] = {"target": {"target": 0.0}}
     wrong |= {"false_positive_rate": {"target": 0.005, "question": "member"}, "both": {"target": 1.0, "share": 0.1}}
-    wrong |= {"share": {"share": 1.0}, "confidence": {"confidence": 0.3}, "group_ratio": {"group_ratio": 1.0}}
+    wrong |= {"share": {"share": 1.0}, "confidence": {"confidence": 0.3}}
     all_refused({noun: lambda options=options: equalising.Goal(**options) for noun, options in wrong.items()})
     with pytest.raises(ValueError, match="only 1 of 20"):
         equalising.Goal(share=0.2).settled(exposed([1.0] + [0.0] * 19))

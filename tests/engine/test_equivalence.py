@@ -224,7 +224,6 @@ def test_the_random_stream_is_that_of_a_plain_loop(way: str) -> None:
 PROBES: list[tuple[Any, str, dict[str, Any]]] = [
     (network, "rows", {"track": ("diagonal", "plis"), "num_probes": 2}),
     (network, "rows", {"track": ("fim",), "num_probes": 2, "poisson_sampling": False}),
-    (network, "rows", {"estimator": "input-probes"}),
     (network, "rows", {"fil_rate": 0.5, "steps": 8}),
     (network, "rows", {"rel_error": 0.2, "epochs": 4, "steps": 12}),
     (network, "rows", {"max_memory": 1}),

@@ -20,7 +20,6 @@ from tests.engine.brute_force import Truth, make, take
 from tests.engine.loops import SIGMA, data, loader, network, physical_batches
 from tests.engine.ways import LOSS, start, trained, weights_of
 from torchfil import Accounting, FILPrivacyEngine, clipping
-from torchfil.fisher import Theorem4Amplification
 
 GHOST: dict[str, Any] = {"grad_sample_mode": "ghost", "criterion": LOSS}
 GHOST |= {"noise_multiplier": SIGMA, "max_grad_norm": 0.2}
@@ -161,7 +160,7 @@ class Louder:
 
 @pytest.mark.parametrize(
     ("way", "amplification", "clip"),
-    [("auto", Louder(), "smooth"), ("hooks", Theorem4Amplification(), "quartic"), ("train_step", "poisson", "quartic")],
+    [("auto", Louder(), "smooth"), ("hooks", Louder(), "quartic"), ("train_step", "poisson", "quartic")],
 )
 def test_clips_of_ones_own_and_amplifications_follow_schedulers(
     way: str, amplification: Any, clip: str, monkeypatch: pytest.MonkeyPatch

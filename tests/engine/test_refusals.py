@@ -32,9 +32,8 @@ ACCOUNTING: list[dict[str, Any]] = [  # the first name is in the text
     {"estimator": "magic"},
     {"amplification": "magic"},
     {"track": "spectrum"},
-    {"track": ("diagonal",), "estimator": "coordinates"},
     {"num_probes": 1, "track": ("fim",)},
-    *({"extra_probes": 3, **more} for more in ({"num_probes": 3}, {"fil_rate": 0.5}, {"estimator": "input-probes"})),
+    *({"extra_probes": 3, **more} for more in ({"num_probes": 3}, {"fil_rate": 0.5}, {"estimator": "exact"})),
 ]
 
 
@@ -81,7 +80,7 @@ MAKING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "clip that exceeds C": ({"clip": "gelu-paper"}, ValueError, "exceed"),
     "unknown clip": ({"clip": "soft"}, ValueError, "registered"),
     "reduction": ({"loss_reduction": "none"}, ValueError, "'mean' or 'sum'"),
-    "amplification": ({"amplification": "theorem4", "poisson_sampling": False}, ValueError, "poisson_sampling"),
+    "amplification": ({"amplification": "poisson", "poisson_sampling": False}, ValueError, "poisson_sampling"),
     "rate of known batches": ({"sample_rate": 0.5, "poisson_sampling": False}, ValueError, "leave one"),
     "no memory": ({"max_ledger_memory": 10}, MemoryError, "Track less"),
     "weighted draws": ({"dataset": WEIGHTED}, ValueError, "same probability"),

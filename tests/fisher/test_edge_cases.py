@@ -15,12 +15,13 @@ from tests.cases import DEVICE, SIGMA, build, relative_error
 from tests.fisher.recorded_cases import Model, close
 from torchfil import fisher
 from torchfil.fisher import PoissonAmplification, reference
+from torchfil.fisher.batch import PrivateBatch, largest_eigenvalue
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.private import Examples, Private, superpixel
 from torchfil.utils.errors import UnsupportedModuleError
 
 SETTINGS: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": SIGMA}
-FUNCTIONS = [fisher.exact_fim, fisher.fim_matrix, fisher.fim_trace, fisher.fim_diagonal, fisher.fim_spectral_norm]
+FUNCTIONS = [fisher.exact_fim, fisher.fim_trace, fisher.fim_diagonal]
 X, Y = torch.randn(3, 3), torch.tensor([0, 1, 0])
 BAD = float("nan")
 cross_entropy = nn.CrossEntropyLoss()
@@ -45,7 +46,7 @@ def test_zero_gradient(clip: str, amplification: PoissonAmplification | None) ->
     assert torch.equal(nowhere.value, torch.zeros(4).double())
 
 
-@pytest.mark.parametrize("estimator", ["exact", "coordinates", "input-probes", "weight-probes"])
+@pytest.mark.parametrize("estimator", ["exact", "weight-probes"])
 @pytest.mark.parametrize(("name", "d"), [("mlp", 5), ("transformer", 32)])
 def test_empty_batch(name: str, d: int, estimator: str) -> None:
     case = build(name, 0)
@@ -54,8 +55,6 @@ def test_empty_batch(name: str, d: int, estimator: str) -> None:
     assert trace.value.shape == trace.standard_error.shape == (0,)
     assert fisher.exact_fim(*case.arguments, **settings).shape == (0, d, d)
     assert fisher.fim_diagonal(*case.arguments, **settings).value.shape == (0, d)
-    for method in ("lanczos", "exact"):
-        assert fisher.fim_spectral_norm(*case.arguments, **settings, method=method).value.shape == (0,)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -69,16 +68,14 @@ def test_numbers_that_every_function_refuses(function: Callable[..., Any]) -> No
         function(*case.arguments, **SETTINGS)
 
 
-@pytest.mark.parametrize("function", [fisher.fim_trace, fisher.fim_diagonal, fisher.fim_matrix])
+@pytest.mark.parametrize("function", [fisher.fim_trace, fisher.fim_diagonal])
 def test_options_of_estimators_are_checked(function: Callable[..., Any]) -> None:
     case = build("mlp", 2)
     for wrong in ({"estimator": "magic"}, {"estimator": "weight-probes", "num_probes": 0}):
         with pytest.raises(ValueError, match=list(wrong)[-1]):
             function(*case.arguments, **SETTINGS, **wrong)
-    with pytest.raises(ValueError, match="trace only"):
-        fisher.fim_diagonal(*case.arguments, **SETTINGS, estimator="coordinates")
     with pytest.raises(ValueError, match="error bar"):
-        fisher.fim_matrix(*case.arguments, **SETTINGS, estimator="weight-probes", num_probes=1)
+        PrivateBatch.build(*case.arguments, **SETTINGS).estimate("matrix", "weight-probes")
     state = torch.get_rng_state()
     fisher.fim_trace(*case.arguments, **SETTINGS, estimator="exact")
     assert torch.equal(state, torch.get_rng_state()), "an exact result draws no random numbers"
@@ -86,13 +83,12 @@ def test_options_of_estimators_are_checked(function: Callable[..., Any]) -> None
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-@pytest.mark.parametrize("method", ["lanczos", "exact"])
-def test_a_model_that_is_not_finite_for_one_example_leaves_the_others_theirs(method: Any) -> None:
+def test_a_model_that_is_not_finite_for_one_example_leaves_the_others_theirs() -> None:
     inputs, targets, others = torch.rand(4, 3) + 0.5, torch.tensor([0, 1, 1, 0]), [0, 1, 3]
     inputs[2, 1] = -1.0
     model = Model(lambda m, x: m.linear(x.log()), linear=nn.Linear(3, 2))
     found, alone = (
-        fisher.fim_spectral_norm(model, cross_entropy, inputs[rows], targets[rows], method=method, **SETTINGS).value
+        largest_eigenvalue(fisher.exact_fim(model, cross_entropy, inputs[rows], targets[rows], **SETTINGS))
         for rows in (range(4), others)
     )
     assert found[2].isinf()

@@ -1,9 +1,8 @@
-"""Every estimator: unbiased, honest about its error, and as good as its variance formula says."""
+"""Probes: unbiased, honest about their error, and as good as their variance formula says."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +12,9 @@ from torch import Tensor, nn
 from tests.cases import SIGMA, Case
 from torchfil import fisher
 from torchfil.clipping import DEFAULT_CLIP
-from torchfil.fisher import Estimate, ExampleGradients, PoissonAmplification, estimators
+from torchfil.fisher import Estimate, ExampleGradients, PoissonAmplification
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.estimators import Draws, draw_bits, signs_of
+from torchfil.fisher.estimators import draw_bits, signs_of
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.recording import plan
 
@@ -38,15 +37,14 @@ def truth(case: Case, function: Any = fisher.fim_trace) -> Tensor:
     return function(*case.arguments, **SETTINGS, estimator="exact").value
 
 
-def repeat(
-    case: Case, quantity: Any, count: int = SEEDS, *, estimator: str = "weight-probes", num_probes: int
-) -> list[Estimate]:
+def repeat(case: Case, quantity: Any, count: int = SEEDS, *, num_probes: int) -> list[Estimate]:
     """What ``fim_trace`` and ``fim_diagonal`` give for these seeds; the recorded pass is tried once for all."""
     gradients = ExampleGradients.build(*case.arguments)
     mechanism = Mechanism.build(1.2, SIGMA, DEFAULT_CLIP, SETTINGS["amplification"])
     batch = PrivateBatch(gradients, mechanism, plan(gradients))
     return [
-        batch.estimate(quantity, estimator, num_probes, torch.Generator().manual_seed(seed)) for seed in range(count)
+        batch.estimate(quantity, "weight-probes", num_probes, torch.Generator().manual_seed(seed))
+        for seed in range(count)
     ]
 
 
@@ -56,30 +54,20 @@ def coverage(results: list[Estimate], expected: Tensor) -> float:
     return torch.stack([(low <= expected) & (expected <= high) for low, high in ends]).double().mean().item()
 
 
-def copied(case: Case, estimator: str) -> tuple[Case, int]:
-    """Where each example draws for itself, copies of the examples in one batch are further estimates."""
-    copies = 1 if estimator == "weight-probes" else 25
-    return replace(case, inputs=case.inputs.repeat(copies, 1), targets=case.targets.repeat(copies)), SEEDS // copies
-
-
 def moments(results: list[Estimate]) -> tuple[Tensor, Tensor]:
     """Values and errors by example, [SEEDS, 2] each."""
     assert {result.kind for result in results} == {"estimate"}
     return tuple(torch.stack([getattr(r, n) for r in results]).reshape(-1, 2) for n in ("value", "standard_error"))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize(
-    ("estimator", "num_probes"),
-    [("coordinates", 3), *((e, k) for e in ("input-probes", "weight-probes") for k in (1, 3))],
-)
-def test_trace_is_unbiased_and_its_interval_covers(estimator: str, num_probes: int) -> None:
+@pytest.mark.parametrize("num_probes", [1, 3])
+def test_trace_is_unbiased_and_its_interval_covers(num_probes: int) -> None:
     """The variance it reports is the variance it has; that of a single probe is larger, to be on the safe side."""
-    case, count = copied(regression(), estimator)
-    results = repeat(case, "trace", count, estimator=estimator, num_probes=num_probes)
+    results = repeat(regression(), "trace", num_probes=num_probes)
     (values, errors), expected = moments(results), truth(regression())
     limit = 4.5 if num_probes == 1 else 4
     assert ((values.mean(dim=0) - expected).abs() < limit * values.std(dim=0) / math.sqrt(SEEDS)).all()
-    covered, reported = coverage(results, expected.repeat(SEEDS // count)), errors.square().mean(dim=0)
+    covered, reported = coverage(results, expected), errors.square().mean(dim=0)
     if num_probes == 1:
         assert (reported >= values.var(dim=0)).all()
         assert covered >= 0.95
@@ -113,13 +101,6 @@ def test_repetitions_are_those_of_the_public_functions() -> None:
         assert not torch.equal(first.value, public.value)
 
 
-def test_all_coordinates_are_exact() -> None:
-    result = fisher.fim_trace(*regression().arguments, **SETTINGS, estimator="coordinates", num_probes=24)
-    assert result.kind == "exact"
-    torch.testing.assert_close(result.value, truth(regression()), rtol=1e-10, atol=0)
-    assert (result.standard_error == 0).all()
-
-
 def test_probes_are_fair_and_independent() -> None:
     """Between weights and between seeds; the number of weights is no multiple of what one random number gives."""
     drawn = torch.stack([draw_bits(seed, torch.empty((3, 371), dtype=torch.int8)).flatten() for seed in range(1000)])
@@ -132,43 +113,3 @@ def test_probes_are_fair_and_independent() -> None:
         pairs = products[tuple(torch.triu_indices(*products.shape, offset=1))]
         assert float(pairs.abs().max()) < 6.5
         assert abs(float(pairs.square().mean()) - 1) < 0.01
-
-
-class TestRegistered:
-    """What an estimator can do is asked of it, not of its name."""
-
-    @pytest.fixture(autouse=True)
-    def clean_registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(estimators, "_REGISTRY", dict(estimators._REGISTRY))
-
-    def test_an_exact_one_draws_nothing_and_is_called_exact(self) -> None:
-        def columns(jacobian: Any, mechanism: Any, quantities: Any, draws: Draws) -> Any:
-            assert draws.seeds == ()
-            assert draws.columns_at_once > 1
-            found = estimators.exact(jacobian, mechanism, quantities, draws)
-            return {name: replace(moments, exact=False) for name, moments in found.items()}
-
-        made, case = fisher.register_estimator("columns", columns, exact=True), regression()
-        assert fisher.get_estimator("columns") is made
-        for arguments in (case.arguments, (case.model, case.loss_fn, case.inputs[:0], case.targets[:0])):
-            assert fisher.fim_trace(*arguments, **SETTINGS, estimator="columns").kind == "exact"
-        with pytest.raises(ValueError, match="overwrite=True"):
-            fisher.register_estimator("columns", columns)
-        with pytest.raises(ValueError, match="trace only"):
-            fisher.fim_diagonal(*case.arguments, **SETTINGS, estimator="columns")
-        with pytest.raises(ValueError, match="choose from"):
-            fisher.register_estimator("other", columns, quantities=("trace", "colour"))  # type: ignore[arg-type]
-
-    def test_what_it_gives_wrongly_is_told(self) -> None:
-        for given in (
-            lambda moments: {},
-            lambda moments: {"diagonal": moments.mean},
-            lambda moments: {"diagonal": replace(moments, variance=moments.variance[:1])},
-        ):
-
-            def wrong(jacobian: Any, mechanism: Any, quantities: Any, draws: Draws, given: Any = given) -> Any:
-                return given(estimators.exact(jacobian, mechanism, ("diagonal",), draws)["diagonal"])
-
-            fisher.register_estimator("wrong", wrong, quantities=("trace", "diagonal"), overwrite=True)
-            with pytest.raises(ValueError, match="estimator 'wrong' was asked for the diagonal"):
-                fisher.fim_diagonal(*regression().arguments, **SETTINGS, estimator="wrong")

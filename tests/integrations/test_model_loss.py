@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from tests.cases import relative_error
 from torchfil import Accounting, FILPrivacyEngine, Private
 from torchfil.clipping import DEFAULT_CLIP, get_clip
-from torchfil.integrations.model_loss import ModelLoss
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (torchfil[huggingface])")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (torchfil[huggingface])")
@@ -106,13 +103,9 @@ def test_the_trainer_trains_the_models_own_loss(name: str, tmp_path: Path) -> No
     fit, batch = trainer(name, tmp_path), CASES[name][1]
     model = fit.model.eval()
     with torch.no_grad():
-        expected = torch.stack([model(**default_collate([example])).loss for example in examples(batch)])
-        inputs, labels = fit._split(batch)
-        losses = ModelLoss.of(model).by_example(model(**inputs), labels)
-        assert fit.compute_loss(model, batch) == pytest.approx(float(expected.mean()), rel=1e-5)
-    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-7)
+        expected = torch.stack([model(**default_collate([example])).loss for example in examples(batch)]).mean()
     fit.train()
-    assert fit.state.log_history[0]["loss"] == pytest.approx(float(expected.mean()), rel=1e-3)
+    assert fit.state.log_history[0]["loss"] == pytest.approx(float(expected), rel=1e-3)
     assert fit.engine.get_fil().value.min() > 0
 
 
@@ -150,60 +143,23 @@ def test_a_loss_that_balances_experts_is_that_of_each_text_alone(way: str) -> No
     assert relative_error(released, truth) < 1e-5
 
 
-def test_labels_that_do_not_count_have_no_loss() -> None:
-    logits, labels = torch.randn(2, LENGTH, CLASSES), torch.full((2, LENGTH), -100)
-    labels[1, 2] = 1
-    losses = ModelLoss("tokens", None).by_example({"logits": logits}, labels)
-    assert losses.tolist() == pytest.approx([0, float(F.cross_entropy(logits[1, 2:3], torch.tensor([1])))])
-    ends = {"start_positions": torch.tensor([1, 9]), "end_positions": torch.tensor([9, 9])}
-    outputs = {"start_logits": torch.zeros(2, LENGTH), "end_logits": torch.zeros(2, LENGTH)}
-    assert ModelLoss("span", None).by_example(outputs, ends).tolist() == pytest.approx([math.log(LENGTH) / 2, 0])
-
-
-@pytest.mark.parametrize("name", ["single label", "next words"])
-def test_smoothed_labels_are_the_trainers(name: str, tmp_path: Path) -> None:
-    fit = trainer(name, tmp_path, label_smoothing_factor=0.2)
-    plain = transformers.Trainer(model=fit.model, args=fit.args)
-    plain.args.label_smoothing_factor = 0.2
-    with torch.no_grad():
-        for example in examples(CASES[name][1]):
-            batch = default_collate([example])
-            expected = plain.compute_loss(fit.model, dict(batch))
-            assert fit.compute_loss(fit.model, batch) == pytest.approx(float(expected))
-    fit.train()
-    assert fit.engine.get_fil().value.min() > 0
-
-
-REFUSED: list[tuple[str, Any, dict[str, Any], str]] = [
-    ("single label", torch.full((COUNT,), 7), {}, "out of bounds"),
-    ("single label", torch.rand(COUNT), {}, r"\[1\] of torch.float32"),
-    ("numbers", torch.rand(COUNT), {}, r"\[1\] of torch.float32"),
-    ("numbers", torch.rand(COUNT, CLASSES), {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
-    ("token classes", classes(), {}, r"\[1\] of torch.int64"),
-]
-
-
-@pytest.mark.parametrize(("name", "labels", "settings", "noun"), REFUSED)
-def test_labels_that_cannot_be_meant_are_refused(
-    name: str, labels: Any, settings: Any, noun: str, tmp_path: Path
-) -> None:
-    fit = trainer(name, tmp_path, **settings)
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        ("single label", torch.full((COUNT,), 7)),
+        ("single label", torch.rand(COUNT)),
+        ("token classes", classes()),
+    ],
+)
+def test_labels_that_cannot_be_meant_are_refused(name: str, labels: Any, tmp_path: Path) -> None:
+    fit = trainer(name, tmp_path)
     fit.train_dataset = examples({**CASES[name][1], "labels": labels})
     before = copy.deepcopy(fit.model.state_dict())
-    with pytest.raises(ValueError, match=noun):
+    with pytest.raises((ValueError, IndexError, RuntimeError)):
         fit.train()
     assert all(torch.equal(before[name], value) for name, value in fit.model.state_dict().items())
 
 
-def test_a_loss_that_is_not_the_models_own_is_refused() -> None:
-    class Weighted(transformers.BertForSequenceClassification):  # type: ignore[misc]
-        def forward(self, **inputs: Any) -> Any:
-            outputs = super().forward(**inputs)
-            outputs.loss = None if outputs.loss is None else 2 * outputs.loss
-            return outputs
-
-    model = Weighted(bert()().config)
-    with pytest.raises(ValueError, match="own loss"):
-        ModelLoss.of(model).check(model, TEXT, classes())
-    with pytest.raises(ValueError, match="loss of Linear is unknown"):
-        ModelLoss.of(torch.nn.Linear(1, 1))
+def test_smoothed_labels_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="label_smoothing_factor"):
+        trainer("single label", tmp_path, label_smoothing_factor=0.2)

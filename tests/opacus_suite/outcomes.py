@@ -14,7 +14,7 @@ from tests.mutations import tomllib
 EXPECTED = Path(__file__).with_name("expected.json")
 PASSED, UNEXPLAINED = "passed", "unexplained"
 
-Record = Mapping[str, Any]  # of one test, as the plugin writes it
+Records = Mapping[str, Mapping[str, Any]]  # by test: what the plugin noted, or what is expected
 
 
 class Reason(NamedTuple):
@@ -26,41 +26,34 @@ class Reason(NamedTuple):
     error: str
     tests: str = ""
 
-    def explains(self, test: str, record: Record) -> bool:
-        """Whether the failure that the plugin recorded is this one."""
-        text = f"{record.get('error')}: {record.get('text')}"
-        return bool(re.search(self.tests, test) and re.search(self.error, text))
-
 
 REASONS = [Reason(**each) for each in tomllib.loads(EXPECTED.with_name("reasons.toml").read_text())["reason"]]
 
 
-def outcome_of(test: str, record: Record) -> str:
+def outcome_of(test: str, record: Mapping[str, Any]) -> str:
     """ "passed", "skipped", the name of the documented reason for which it ends otherwise, or "unexplained"."""
     if record["outcome"] != "failed":
         return str(record["outcome"])
-    return next((reason.name for reason in REASONS if reason.explains(test, record)), UNEXPLAINED)
+    for reason in REASONS:
+        if re.search(reason.tests, test) and re.search(reason.error, record["error"]):
+            return reason.name
+    return UNEXPLAINED
 
 
-def surprise(test: str, record: Record, expected: Mapping[str, Record]) -> str | None:
-    """How the test ended otherwise than listed: "lost" and "unexplained" are failures, "gained" and "moved" are not."""
-    outcome, listed = outcome_of(test, record), expected.get(test, {}).get("outcome")
-    if outcome == UNEXPLAINED:
-        return UNEXPLAINED
-    if listed is None or outcome == listed:
-        return None
-    return "lost" if listed == PASSED else "gained" if outcome == PASSED else "moved"
+def is_lost(outcome: str, expected: str) -> bool:
+    """Whether a test ends in a way that nobody wants."""
+    return outcome == UNEXPLAINED or (expected == PASSED != outcome)
 
 
 def load_expected() -> dict[str, dict[str, Any]]:
-    """{test: {"outcome", "seconds", "quick"}} of the tests that call an engine."""
+    """{test: {"outcome", "seconds"}} of the tests that call an engine."""
     return json.loads(EXPECTED.read_text())["tests"]
 
 
-def save_expected(tests: Mapping[str, Mapping[str, Any]], versions: Mapping[str, str]) -> None:
+def save_expected(tests: Records, versions: Mapping[str, str]) -> None:
     """Write the list, one line a test."""
     lines = ",\n".join(f"  {json.dumps(test)}: {json.dumps(entry)}" for test, entry in sorted(tests.items()))
-    EXPECTED.write_text(f'{{\n "versions": {json.dumps(dict(versions))},\n "tests": {{\n{lines}\n }}\n}}\n')
+    EXPECTED.write_text(f'{{\n "versions": {json.dumps(versions)},\n "tests": {{\n{lines}\n }}\n}}\n')
 
 
 def summary(outcomes: Mapping[str, str]) -> str:
@@ -69,7 +62,6 @@ def summary(outcomes: Mapping[str, str]) -> str:
     for test, outcome in outcomes.items():
         functions.setdefault(outcome, set()).add(f"`{test.split('::')[-1].removeprefix('test_')}`")
     counts = Counter(outcomes.values())
-
     rows = ["| tests | outcome | why | test functions |", "|---:|---|---|---|", f"| {counts[PASSED]} | pass | | |"]
     for name, title, why in [*(reason[:3] for reason in REASONS), (UNEXPLAINED, "not explained", "")]:
         if counts[name]:
@@ -77,27 +69,14 @@ def summary(outcomes: Mapping[str, str]) -> str:
     return "\n".join([*rows, f"| **{len(outcomes)}** | call an engine | | |"])
 
 
-def quick_part(seconds: Mapping[str, float], outcomes: Mapping[str, str], budget: float = 80) -> set[str]:
-    """A representative part: each test function and each class once for every way in which it ends, the fastest first.
-
-    What is left of the budget goes to the fastest of the others.
-
-    Args:
-        seconds: How long each test took.
-        outcomes: How each ended.
-        budget: For all of the part, in seconds on the machine that measured them.
-    """
-    fastest_first = sorted(outcomes, key=lambda test: seconds[test])
-    part: dict[str, float] = {}
+def quick_part(expected: Records) -> list[str]:
+    """The tests that take less than 0.25 s, and each function and class once for every way in which it ends."""
     seen: set[tuple[str, str]] = set()
-    for test in fastest_first:
+    part = []
+    for test, entry in sorted(expected.items(), key=lambda item: item[1]["seconds"]):
         _, class_name, function = test.split("::")
-        new = {(class_name, outcomes[test]), (function, outcomes[test])} - seen
-        if new:
-            seen |= new
-            part[test] = seconds[test]
-    for test in fastest_first:
-        if sum(part.values()) + seconds[test] > budget:
-            break
-        part[test] = seconds[test]
-    return set(part)
+        kinds = {(class_name, entry["outcome"]), (function, entry["outcome"])}
+        if entry["seconds"] < 0.25 or not kinds <= seen:
+            part.append(test)
+        seen |= kinds
+    return part

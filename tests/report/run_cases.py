@@ -102,7 +102,6 @@ def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: An
             "num_below": np.asarray([3, 0]),
             "num_spared": np.asarray([0, 3]),
             "smallest_weight": np.asarray([1.0, 0.5946]),
-            "group_ratio": np.asarray([1.871, 1.043]),
             "score": np.asarray([0.9835, 0.9836]),
             "epsilon": np.asarray([math.nan, math.nan]),
             "seconds": np.asarray([61.0, 62.0]),

@@ -20,14 +20,13 @@ from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, Loss
 from torchfil.fisher.models import check_modules
 from torchfil.private import Inputs, Private, as_call
 from torchfil.private.choice import NOTHING
-from torchfil.utils.errors import installed_by, require
-from torchfil.utils.tables import as_table
+from torchfil.utils.errors import installed_by
 from torchfil.utils.text import aligned
 from torchfil.utils.trees import map_tensors
 from torchfil.viz.common import as_array, new_figure
 
-Norm = Literal["fro", 1] | float
-MIXING = np.linspace(0.0, 1.0, 101)
+_COMPONENTS = 32  # of a layer's gradient, for the logistic family
+_SHARES = 0.99 * np.linspace(0.0, 1.0, 101)  # λ
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,8 +46,8 @@ class LayerTable:
         >>> LayerTable(("conv", "fc"), *np.array([[0.5, 2], [0.4, 1], [0.6, 3], [0.05, 0.5]]), "sensitivity", "F-norm")
         sensitivity [F-norm]
         layer  value   low  high
-        conv   0.500 0.400 0.600
-        fc     2.000 1.000 3.000
+        conv     0.5  0.4  0.6
+        fc         2    1    3
     """
 
     layers: tuple[str, ...]
@@ -63,16 +62,10 @@ class LayerTable:
         return len(self.layers)
 
     def __repr__(self) -> str:
-        digits = _format(self.value)
         values = zip(self._shown, self.value, self.low, self.high, strict=True)
-        rows = [[name, *map(digits.format, numbers)] for name, *numbers in values]
+        rows = [[name, *(f"{number:.3g}" for number in numbers)] for name, *numbers in values]
         lines = aligned([["layer", "value", "low", "high"], *rows], left=[0])
         return "\n".join([f"{self.measure} [{self.unit}]", *lines])
-
-    def to_pandas(self) -> Any:
-        """The columns value, low, high, standard_error by layer; a dict of arrays if pandas is not installed."""
-        columns = {name: getattr(self, name) for name in ("value", "low", "high", "standard_error")}
-        return as_table(list(self.layers), columns, index_name="layer")
 
     def plot(self, ax: Any = None) -> Any:
         """Draw bars with their intervals by layer, on ``ax`` or a new figure; return the matplotlib figure.
@@ -82,29 +75,17 @@ class LayerTable:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        # Names that would overlap are tilted, and need height.
-        longest = max(map(len, self._shown))
-        tilted = longest * len(self) > 40
         if ax is None:
-            ax = new_figure(max(4.0, 1.6 + 0.45 * len(self)), 3.4 + 0.055 * longest * tilted, "constrained").subplots()
-
-        places = np.arange(len(self))
-        drawn = np.isfinite(self.value)
-        ax.bar(places[drawn], self.value[drawn], color="#0072B2", width=0.7)
+            ax = new_figure(max(4.0, 1.6 + 0.45 * len(self)), 4.0, "constrained").subplots()
+        places, drawn = np.arange(len(self)), np.isfinite(self.value)
+        reach = np.stack([self.value - self.low, self.high - self.value])[:, drawn].clip(min=0)
+        ax.bar(places[drawn], self.value[drawn], color="#0072B2", yerr=reach, ecolor="0.25", capsize=3)
         for place in places[~drawn]:
             ax.text(place, 0, f"{self.value[place]:g}", ha="center", va="bottom")
-        whiskers = drawn & np.isfinite(self.low) & np.isfinite(self.high)
-        value, low, high = self.value[whiskers], self.low[whiskers], self.high[whiskers]
-        reach = np.stack([value - low, high - value]).clip(min=0)
-        ax.errorbar(places[whiskers], value, reach, fmt="none", ecolor="0.25", capsize=3, linewidth=1.2)
-
-        tilt = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if tilted else {}
-        ax.set_xticks(places, self._shown, **tilt)
-        ax.tick_params(axis="x", length=0)
+        ax.set_xticks(places, self._shown, rotation=45, ha="right", rotation_mode="anchor")
         ax.axhline(0, color="0.25", linewidth=0.8)
         ax.set_title(self.measure, fontsize=11)
         ax.set_ylabel(self.unit)
-        ax.spines[["top", "right"]].set_visible(False)
         return ax.figure
 
     @property
@@ -112,17 +93,8 @@ class LayerTable:
         return [layer or "(model)" for layer in self.layers]
 
 
-def _format(values: np.ndarray) -> str:
-    """A format with two digits for the smallest value; scientific if that takes more than five decimals."""
-    sizes = np.abs(values[np.isfinite(values) & (values != 0)])
-    decimals = max(3, 1 - math.floor(math.log10(sizes.min()))) if len(sizes) else 3
-    return "{:.2e}" if decimals > 5 or sizes.max(initial=0) >= 1e6 else f"{{:.{decimals}f}}"
-
-
-def layer_gradients(
-    model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any, batch: int | None = None, *, bias: bool = True
-) -> dict[str, Tensor]:
-    """g_l = ∂ℓ/∂θ_l by layer, [n, N_l], or its mean over groups of examples, [n / batch, N_l].
+def layer_gradients(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any, batch: int = 1) -> dict[str, Tensor]:
+    """g_l = ∂ℓ/∂θ_l by layer, or its mean over groups of examples, [n / batch, N_l].
 
     A layer is a module with its own trainable parameters, named as in ``model.named_modules()`` ("" for the model
     itself) and in that order; modules without parameters are left out. A shared parameter counts once, for the first
@@ -135,8 +107,6 @@ def layer_gradients(
         y: Targets [n, …].
         batch: Average over groups of this many consecutive examples, like a client that sends one gradient for its
             batch. To look for a property of the group, put its examples next to each other.
-        bias: Whether a layer's gradient includes its biases. Mo et al. define it with them (A.2), but give it the shape
-            of the weights alone (eq. 2); an attacker sees both.
 
     Example:
         >>> gradients = layer_gradients(nn.Linear(2, 1), nn.MSELoss(), torch.ones(3, 2), torch.zeros(3, 1))
@@ -144,15 +114,17 @@ def layer_gradients(
         {'': (3, 3)}
     """
     whole = ExampleGradients.build(model, loss_fn, x, y, NOTHING)
-    n, size = len(whole), 1 if batch is None else batch
-    require(n > 0, "there is no example; pass at least one")
-    require(n % size == 0, f"batch={batch} must divide the {n} examples into whole groups; drop the last {n % size}")
-    index = layer_index(whole.parameters, bias=bias)
+    n = len(whole)
+    if n == 0:
+        raise ValueError("there is no example; pass at least one")
+    if n % batch:
+        raise ValueError(f"batch={batch} must divide the {n} examples into whole groups; drop the last {n % batch}")
+    index = layer_index(whole.parameters)
     parts: dict[str, list[Tensor]] = {layer: [] for layer in index}
-    rows_at_once = max(1, DEFAULT_MAX_MEMORY // (4 * size * whole.num_parameters * whole.dtype.itemsize))
-    for _, piece in whole.examples.chunks(rows_at_once * size):
+    rows_at_once = max(1, DEFAULT_MAX_MEMORY // (4 * batch * whole.num_parameters * whole.dtype.itemsize))
+    for _, piece in whole.examples.chunks(rows_at_once * batch):
         gradients = replace(whole, examples=piece).gradients()  # [rows, p]
-        means = gradients.unflatten(0, (-1, size)).mean(dim=1)
+        means = gradients.unflatten(0, (-1, batch)).mean(dim=1)
         for layer, columns in index.items():
             parts[layer].append(means[:, columns])
     return {layer: torch.cat(pieces) for layer, pieces in parts.items()}
@@ -173,7 +145,8 @@ def layer_index(parameters: dict[str, Tensor], *, bias: bool = True) -> dict[str
         start += value.numel()
         if bias or "bias" not in own:
             pieces.setdefault(layer, []).append(places)
-    require(bool(pieces), f"every trainable parameter is a bias ({', '.join(parameters)}); use bias=True")
+    if not pieces:
+        raise ValueError(f"every trainable parameter is a bias ({', '.join(parameters)}); use bias=True")
     return {layer: torch.cat(places) for layer, places in pieces.items()}
 
 
@@ -181,23 +154,15 @@ def jacobian_sensitivity(
     model: nn.Module,
     loss_fn: LossFunction,
     x: Inputs,
-    y: Any,
+    y: Tensor,
     wrt: Literal["target", "input"] | Private = "target",
-    norm: Norm = "fro",
-    normalised: bool = True,
-    chunk_size: int | None = None,
     *,
     bias: bool = True,
 ) -> LayerTable:
-    """The mean over n examples of ‖∂g_l/∂t‖ / (ψ_l · range(g_l)) by layer, with its standard error.
+    """The mean over n examples of ‖∂g_l/∂t‖_F / (sqrt(N_l) · range(g_l)) by layer, with its standard error.
 
     g_l ∈ R^{N_l} is the gradient of one example's loss with respect to layer l's parameters, t its target or its
-    input, range(g) = max g − min g, and ψ_l = sqrt(N_l), N_l, 1 for the norms "fro", 1, ∞. Layers are those of
-    :func:`layer_gradients`. ``normalised=False`` gives the mean of ‖∂g_l/∂t‖ alone.
-
-    The norms are taken over all entries of the Jacobian [N_l, dim t]: the root of the sum of squares, the sum of
-    absolute values, the largest absolute value. Mo et al. name "the 1-norm or the ∞-norm for vectors", which fits their
-    ψ_l; it would fit the induced matrix norms, too.
+    input, and range(g) = max g − min g. Layers are those of :func:`layer_gradients`.
 
     Guarantees:
         * Exact: every column of every example's Jacobian is computed, a few at a time.
@@ -214,53 +179,58 @@ def jacobian_sensitivity(
         y: Targets [n, …]. With ``wrt="target"`` class numbers are turned into one-hot probabilities.
         wrt: "target", "input" (every floating-point input), or any :class:`torchfil.Private`, such as
             ``Private(submodule="embedding")`` for a model of integer tokens.
-        norm: "fro", 1 or ``float("inf")``.
-        normalised: Whether to divide by ψ_l and the range.
-        chunk_size: How many columns of length p (all parameters) to hold at once; None: as many as fit into 1 GiB.
         bias: Whether g_l includes the layer's biases, and N_l counts them; ``bias=False`` is the shape that Mo et al.
             give to G_l in eq. 2.
 
     Example:
-        For ℓ = (wx − t)² with w = 0: g = −2tx, ∂g/∂t = −2x.
+        For ℓ = (wx − t)² with w = 0: g = −2tx with two inputs, ∂g/∂t = −2x.
 
-        >>> model = nn.Linear(1, 1, bias=False)
+        >>> model = nn.Linear(2, 1, bias=False)
         >>> _ = nn.init.zeros_(model.weight)
-        >>> jacobian_sensitivity(model, nn.MSELoss(), torch.tensor([[3.0]]), torch.ones(1, 1), normalised=False).value
-        array([6.])
+        >>> x = torch.tensor([[3.0, 0.0]])
+        >>> jacobian_sensitivity(model, nn.MSELoss(), x, torch.ones(1, 1)).value  # 6 / (sqrt(2) · 6)
+        array([0.70710678])
     """
-    require(norm in ("fro", 1, math.inf), f"norm={norm!r} must be 'fro', 1 or float('inf')")
-    known = wrt in ("target", "input") or isinstance(wrt, Private)
-    require(known, f"wrt={wrt!r} must be 'target', 'input' or a torchfil.Private")
+    if wrt not in ("target", "input") and not isinstance(wrt, Private):
+        raise ValueError(f"wrt={wrt!r} must be 'target', 'input' or a torchfil.Private")
     check_modules(model)
     targets = _continuous(model, x, y) if wrt == "target" else y
     private = wrt if isinstance(wrt, Private) else Private(inputs=(), target=True) if wrt == "target" else None
     batch = ExampleGradients.build(model, loss_fn, x, targets, private)
-    require(len(batch) > 0, "there is no example; pass at least one")
+    if len(batch) == 0:
+        raise ValueError("there is no example; pass at least one")
 
     index = layer_index(batch.parameters, bias=bias)
-    columns = chunk_size or max(1, DEFAULT_MAX_MEMORY // (4 * batch.num_parameters * batch.dtype.itemsize))
-    norms = _norms(batch, index, norm, columns)  # {layer: [n]}
-    if normalised:
-        for layer, spread in _ranges(batch, index, columns).items():
-            size = len(index[layer])
-            scale = {"fro": math.sqrt(size), 1: size, math.inf: 1.0}[norm] * spread
-            norms[layer] = torch.where(norms[layer] == 0, torch.zeros_like(scale), norms[layer] / scale)
-    values = torch.stack(list(norms.values())).double().cpu()  # [layers, n]
-    unit = {"fro": "F", 1: "1", math.inf: "∞"}[norm] + "-norm" + (" / (ψ · range)" if normalised else "")
-    what = f"the {wrt}"
-    if isinstance(wrt, Private):
-        what = f"the output of {' and '.join(wrt.submodules)}" if wrt.submodules else "private coordinates"
-    measure = f"sensitivity of gradients to {what}"
+    d = max(1, batch.num_coordinates)
+    columns = max(1, DEFAULT_MAX_MEMORY // (4 * batch.num_parameters * batch.dtype.itemsize))
+    width = min(columns, d)
+    squares = torch.zeros(len(index), len(batch), dtype=torch.float64)
+    ranges = torch.zeros_like(squares)
+    for rows, examples in batch.examples.chunks(max(1, columns // d)):  # whole examples, some coordinates at once
+        piece = replace(batch, examples=examples)
+        gradients = piece.gradients()
+        for layer, places in enumerate(index.values()):
+            part = gradients[:, places]
+            ranges[layer, rows] = (part.amax(dim=1) - part.amin(dim=1)).double().cpu()
+        for start in range(0, batch.num_coordinates, width):
+            jacobian = piece.jacobian_columns(slice(start, start + width))  # [rows, p, width]
+            for layer, places in enumerate(index.values()):
+                squares[layer, rows] += jacobian[:, places].square().sum(dim=(1, 2)).double().cpu()
+    sizes = torch.tensor([len(places) for places in index.values()], dtype=torch.float64)
+    scaled = squares.sqrt() / (sizes.sqrt()[:, None] * ranges)
+    values = torch.where(squares == 0, 0.0, scaled)  # [layers, n]
 
     # mean, standard error and 95 % Student interval over examples
     n, mean = values.shape[1], values.mean(dim=1)
     error = values.std(dim=1) / math.sqrt(n) if n > 1 else torch.full_like(mean, math.nan)
-    width = error * float(stats.t.ppf(0.975, n - 1)) if n > 1 else error
-    low, high = (mean - width).clamp(min=0).numpy(), (mean + width).numpy()
-    return LayerTable(tuple(index), mean.numpy(), low, high, error.numpy(), measure, unit)
+    width_of_interval = error * float(stats.t.ppf(0.975, n - 1)) if n > 1 else error
+    low, high = (mean - width_of_interval).clamp(min=0).numpy(), (mean + width_of_interval).numpy()
+    what = f"the {wrt}" if isinstance(wrt, str) else "private coordinates"
+    measure = f"sensitivity of gradients to {what}"
+    return LayerTable(tuple(index), mean.numpy(), low, high, error.numpy(), measure, "F-norm / (ψ · range)")
 
 
-def _continuous(model: nn.Module, x: Inputs, y: Any) -> Tensor:
+def _continuous(model: nn.Module, x: Inputs, y: Tensor) -> Tensor:
     """The targets themselves if they are floating-point, else one-hot class probabilities."""
     if y.is_floating_point() or len(y) == 0:
         return y
@@ -269,52 +239,20 @@ def _continuous(model: nn.Module, x: Inputs, y: Any) -> Tensor:
     args, kwargs = map_tensors(lambda leaf: leaf[:1], as_call(x))
     with torch.no_grad():
         output = model(*args, **kwargs)
-    fits = isinstance(output, Tensor) and output.ndim == y.ndim + 1 and output.shape[2:] == y.shape[1:]
-    shapes = f"{tuple(y.shape)} and outputs {tuple(getattr(output, 'shape', ()))} of one example"
-    require(fits, f"targets {shapes} do not fit as class numbers; pass floating-point targets")
+    if not (isinstance(output, Tensor) and output.ndim == y.ndim + 1 and output.shape[2:] == y.shape[1:]):
+        shapes = f"{tuple(y.shape)} and outputs {tuple(getattr(output, 'shape', ()))} of one example"
+        raise ValueError(f"targets {shapes} do not fit as class numbers; pass floating-point targets")
     classes, least, most = output.shape[1], int(y.min()), int(y.max())
-    require(0 <= least <= most < classes, f"class numbers {least} … {most} do not lie in the model's 0 … {classes - 1}")
+    if not 0 <= least <= most < classes:
+        raise ValueError(f"class numbers {least} … {most} do not lie in the model's 0 … {classes - 1}")
     return nn.functional.one_hot(y.long(), classes).movedim(-1, 1).to(output)
-
-
-def _norms(batch: ExampleGradients, index: dict[str, Tensor], norm: Norm, columns: int) -> dict[str, Tensor]:
-    norms = {layer: torch.zeros(len(batch), dtype=batch.dtype, device=batch.device) for layer in index}
-    d = max(1, batch.num_coordinates)
-    width = min(columns, d)
-    for rows, examples in batch.examples.chunks(max(1, columns // d)):  # whole examples, some coordinates at once
-        piece = replace(batch, examples=examples)
-        for start in range(0, batch.num_coordinates, width):
-            jacobian = piece.jacobian_columns(slice(start, start + width))  # [rows, p, width]
-            for layer, places in index.items():
-                part = jacobian[:, places].flatten(1)
-                total = norms[layer]
-                if norm == math.inf:
-                    total[rows] = torch.maximum(total[rows], part.abs().amax(dim=1))
-                else:
-                    total[rows] += part.square().sum(dim=1) if norm == "fro" else part.abs().sum(dim=1)
-    return {layer: total.sqrt() for layer, total in norms.items()} if norm == "fro" else norms
-
-
-def _ranges(batch: ExampleGradients, index: dict[str, Tensor], columns: int) -> dict[str, Tensor]:
-    """The range max g_l − min g_l of every example, {layer: [n]}."""
-    ranges = {layer: torch.zeros(len(batch), dtype=batch.dtype, device=batch.device) for layer in index}
-    for rows, examples in batch.examples.chunks(columns):
-        gradients = replace(batch, examples=examples).gradients()
-        for layer, places in index.items():
-            part = gradients[:, places]
-            ranges[layer][rows] = part.amax(dim=1) - part.amin(dim=1)
-    return ranges
 
 
 def v_information(
     gradients: Mapping[str, Tensor | np.ndarray],
     property: Sequence[Any] | Tensor | np.ndarray,
-    family: Literal["logistic", "forest"] | Any = "logistic",
+    family: Literal["logistic", "forest"] = "logistic",
     *,
-    test_share: float = 0.5,
-    test_rows: Sequence[int] | Tensor | np.ndarray | None = None,
-    width: int | Literal["auto"] | None = "auto",
-    smoothing: float = 0.01,
     bootstrap: int = 200,
     seed: int = 0,
 ) -> LayerTable:
@@ -332,13 +270,14 @@ def v_information(
 
     It is **biased down**, because the predictor is fitted on few examples, and more so for wider layers: if the truth
     is 0.221, 200 examples find 0.15 in 10 features, and 0.03 in 100 features of which the other 90 are noise. To make
-    layers comparable, "logistic" sees all of them at **one width**: the principal components of the plain gradient,
-    without labels. Both then give 0.15, if the noise varies less than the informative features. What lies outside the
-    components is lost: if all 100 vary alike, it finds 0.05 (and 0.01 in random directions).
+    layers comparable, "logistic" sees all of them at **one width**: the first 32 principal components of the plain
+    gradient, without labels (fewer if a layer has fewer features, so leave out layers with very few parameters). Both
+    then give 0.15, if the noise varies less than the informative features. What lies outside the components is lost: if
+    all 100 vary alike, it finds 0.05 (and 0.01 in random directions). A forest looks at features one by one and gets
+    all of them: it learned 0.10 from components but 0.64 from the features themselves (docs/attacks-networks.md, fc1).
 
     Guarantees:
-        * The result is finite: λ ≤ 1 − smoothing, so the probability 0 of a forest costs at most
-          −log(smoothing · f(∅)).
+        * The result is finite: λ ≤ 0.99, so the probability 0 of a forest costs at most −log(0.01 · f(∅)).
         * Every layer is judged on the same split. The interval resamples only the held-out examples; it does not show
           how another training half would have done, and does not cover the bias. A value below 0 is overfitting or
           chance.
@@ -346,15 +285,7 @@ def v_information(
     Args:
         gradients: {layer: [n, N_l]} from :func:`layer_gradients`; features (their components) are standardised.
         property: [n] labels of two or more classes, each at least three times.
-        family: "logistic" (ridge), "forest" (200 trees), or any scikit-learn classifier with ``predict_proba``.
-        test_share: Share of the examples to hold out, drawn by class.
-        test_rows: The held-out rows (numbers or a mask) instead; every class must occur in both parts.
-        width: The number of components to project every layer to; at most the features of the narrowest layer, so leave
-            out layers with very few parameters. None: all features as they are; layers of different width are then less
-            comparable (for "logistic", a rotation onto the examples' span gives the same at a lower cost). "auto": 32
-            for "logistic", None for others: a forest looks at features one by one, and learned 0.10 from components
-            but 0.64 from the features themselves (docs/attacks-networks.md, fc1).
-        smoothing: 1 − the largest λ.
+        family: "logistic" (ridge) or "forest" (200 trees).
         bootstrap: The number of resamples.
         seed: The seed of the split, the forest, the folds and the resamples.
 
@@ -364,16 +295,13 @@ def v_information(
     """
     with installed_by("glm", "v_information needs scikit-learn"):
         import sklearn  # noqa: F401
-    names, labels = np.unique(as_array(property), return_inverse=True)
+    if family not in ("logistic", "forest"):
+        raise ValueError(f"family={family!r} must be 'logistic' or 'forest'")
+    labels = np.unique(as_array(property), return_inverse=True)[1]
     _check_gradients(gradients, labels)
-    require(0 < smoothing < 1, f"smoothing={smoothing} must lie strictly between 0 and 1")
-    if width == "auto":
-        width = 32 if isinstance(family, str) and family == "logistic" else None
-    require(width is None or width >= 1, f"width={width} must be at least 1")
-    one_width = None if width is None else min(width, *(value.shape[1] for value in gradients.values()))
-
-    test = _test_mask(labels, names, test_share, test_rows, seed)
-    each = [_gains(X, labels, test, family, one_width, smoothing, seed) for X in gradients.values()]
+    width = None if family == "forest" else min(_COMPONENTS, *(value.shape[1] for value in gradients.values()))
+    test = _held_out(labels, seed)
+    each = [_gains(as_array(X).astype(float), labels, test, width, seed) for X in gradients.values()]
     gains = np.stack(each)  # [layers, held-out]
 
     # The same resamples for every layer, so that layers can be compared.
@@ -381,20 +309,21 @@ def v_information(
     means = np.stack([gain[picks].mean(axis=1) for gain in gains])  # [layers, bootstrap]
     low, high = np.quantile(means, [0.025, 0.975], axis=1)
     error = gains.std(axis=1, ddof=1) / math.sqrt(gains.shape[1])
-    which = family if isinstance(family, str) else type(family).__name__
-    seen = "all features" if one_width is None else f"{one_width} components"
-    measure = f"V-information ({which}, {seen}), lower estimate"
+    seen = "all features" if width is None else f"{width} components"
+    measure = f"V-information ({family}, {seen}), lower estimate"
     return LayerTable(tuple(gradients), gains.mean(axis=1), low, high, error, measure, "nats")
 
 
-def _gains(
-    values: Any, labels: np.ndarray, test: np.ndarray, family: Any, width: int | None, smoothing: float, seed: int
-) -> np.ndarray:
-    """log f(g)[p] − log f(∅)[p] of every held-out example."""
+def _gains(X: np.ndarray, labels: np.ndarray, test: np.ndarray, width: int | None, seed: int) -> np.ndarray:
+    """log f(g)[p] − log f(∅)[p] of every held-out example; a width: the logistic family, None: forests."""
+    from sklearn.ensemble import RandomForestClassifier
+    from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import StratifiedKFold
 
-    X, candidates = as_array(values).astype(float), _candidates(family, seed)
-    linear = isinstance(family, str) and family == "logistic"
+    if width is None:
+        candidates = [RandomForestClassifier(200, random_state=seed)]
+    else:
+        candidates = [LogisticRegression(C=C, max_iter=300) for C in (0.1, 3.0, 1e2, 3e3, 1e5)]
     train_X, train_y = X[~test], labels[~test]
     prior = np.bincount(train_y) / len(train_y)
 
@@ -402,18 +331,17 @@ def _gains(
     folds = StratifiedKFold(min(5, np.bincount(train_y).min()), shuffle=True, random_state=seed)
     foreseen = np.zeros((len(candidates), len(train_y)))  # probability of the truth, out of fold
     for fit, held in folds.split(train_X, train_y):
-        inside, outside = _features(train_X[fit], train_X[held], width, linear)
+        inside, outside = _features(train_X[fit], train_X[held], width)
         for i, candidate in enumerate(candidates):
             foreseen[i, held] = _truth_probability(candidate, inside, train_y[fit], outside, train_y[held])
-    shares = MIXING * (1 - smoothing)
-    scores = np.stack([np.log(share * foreseen + (1 - share) * prior[train_y]).mean(axis=1) for share in shares])
+    scores = np.stack([np.log(share * foreseen + (1 - share) * prior[train_y]).mean(axis=1) for share in _SHARES])
     share_index, best = np.unravel_index(scores.argmax(), scores.shape)
 
     if share_index == 0:
         return np.zeros(int(test.sum()))
-    inside, outside = _features(train_X, X[test], width, linear)
+    inside, outside = _features(train_X, X[test], width)
     truth = _truth_probability(candidates[best], inside, train_y, outside, labels[test])
-    return np.log(shares[share_index] * truth / prior[labels[test]] + 1 - shares[share_index])
+    return np.log(_SHARES[share_index] * truth / prior[labels[test]] + 1 - _SHARES[share_index])
 
 
 def _truth_probability(candidate: Any, X: np.ndarray, y: np.ndarray, new: np.ndarray, truth: np.ndarray) -> np.ndarray:
@@ -427,72 +355,43 @@ def _truth_probability(candidate: Any, X: np.ndarray, y: np.ndarray, new: np.nda
     return fitted.predict_proba(new)[np.arange(len(new)), np.searchsorted(fitted.classes_, truth)]
 
 
-def _features(X: np.ndarray, new: np.ndarray, width: int | None, linear: bool) -> tuple[np.ndarray, np.ndarray]:
+def _features(X: np.ndarray, new: np.ndarray, width: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Both parts, centred by X, projected to its first principal components if requested, and standardised by X."""
     mean = X.mean(axis=0)
     X, new, size = X - mean, new - mean, np.abs(X).max(initial=0)
     if width is not None:
-        X, new = _project(X, new, min(width, len(X) - 1, X.shape[1]))
+        # principal components
+        _, _, directions = np.linalg.svd(X, full_matrices=False)
+        directions = directions[: min(width, len(X) - 1, X.shape[1])].T
+        X, new = X @ directions, new @ directions
         size = 1e6 * X.std(axis=0).max(initial=0)  # components below a millionth of the first are rounding
     deviation = X.std(axis=0)
     deviation = np.where(deviation > 1e-12 * size, deviation, np.inf)  # constant features say nothing
     X, new = X / deviation, new / deviation
-
-    if linear:
-        if width is None and len(X) - 1 < X.shape[1]:  # without loss
-            X, new = _project(X, new, len(X) - 1)
+    if width is not None:
         scale = math.sqrt((X**2).sum() / len(X)) or 1.0  # so that one grid of C suits every width
         X, new = X / scale, new / scale
     return X, new
 
 
-def _project(X: np.ndarray, new: np.ndarray, keep: int) -> tuple[np.ndarray, np.ndarray]:
-    """Principal components through the smaller of XᵀX and XXᵀ."""
-    if X.shape[1] <= len(X):
-        directions = np.linalg.eigh(X.T @ X)[1][:, ::-1][:, :keep]
-        return X @ directions, new @ directions
-    squares, left = np.linalg.eigh(X @ X.T)
-    squares, left = squares[::-1][:keep], left[:, ::-1][:, :keep]
-    root = np.sqrt(squares.clip(min=0))
-    inverse = np.where(root > 1e-6 * root[0], 1 / np.where(root > 0, root, 1), 0)
-    return left * root, (new @ X.T) @ (left * inverse)
-
-
-def _candidates(family: Any, seed: int) -> list[Any]:
-    from sklearn.ensemble import RandomForestClassifier
-    from sklearn.linear_model import LogisticRegression
-
-    if not isinstance(family, str):
-        return [family]
-    if family == "logistic":
-        return [LogisticRegression(C=C, max_iter=300) for C in (0.1, 3.0, 1e2, 3e3, 1e5)]
-    require(family == "forest", f"family={family!r} must be 'logistic', 'forest' or a scikit-learn classifier")
-    return [RandomForestClassifier(200, random_state=seed)]
-
-
-def _test_mask(labels: np.ndarray, names: np.ndarray, test_share: float, test_rows: Any, seed: int) -> np.ndarray:
-    """The held-out examples, [n] of bool, with every class in both parts."""
+def _held_out(labels: np.ndarray, seed: int) -> np.ndarray:
+    """The held-out half, [n] of bool, drawn by class."""
     test = np.zeros(len(labels), dtype=bool)
-    require(0 < test_share < 1, f"test_share={test_share} must lie strictly between 0 and 1")
     generator = np.random.default_rng(seed)
-    if test_rows is not None:
-        test[as_array(test_rows)] = True
-    for label, name in enumerate(names):
+    for label in np.unique(labels):
         rows = np.flatnonzero(labels == label)
-        if test_rows is None:
-            count = min(max(round(test_share * len(rows)), 1), max(len(rows) - 2, 0))
-            test[generator.permutation(rows)[:count]] = True
-        outside = int(test[rows].sum())
-        inside = len(rows) - outside
-        have = f"property {name!r} has {inside} training and {outside} held-out examples"
-        require(inside >= 2 and outside >= 1, f"{have}; a class needs 2 and 1: merge classes, or choose another split")
+        if len(rows) < 3:
+            raise ValueError(f"a class of the property has {len(rows)} examples and needs 3: merge classes")
+        test[generator.permutation(rows)[: min(round(0.5 * len(rows)), len(rows) - 2)]] = True
     return test
 
 
 def _check_gradients(gradients: Mapping[str, Tensor | np.ndarray], labels: np.ndarray) -> None:
-    several = labels.ndim == 1 and len(np.unique(labels)) >= 2
-    require(several, "property must be one label per example, with two values at least; a constant says nothing")
+    if labels.ndim != 1 or len(np.unique(labels)) < 2:
+        raise ValueError("property must be one label per example, with two values at least; a constant says nothing")
     for layer, value in gradients.items():
         array, n = as_array(value), len(labels)
-        require(array.ndim == 2 and len(array) == n, f"gradients[{layer!r}] is {array.shape}, not [{n}, features]")
-        require(bool(np.isfinite(array).all()), f"gradients[{layer!r}] has values that are not finite; drop them")
+        if array.ndim != 2 or len(array) != n:
+            raise ValueError(f"gradients[{layer!r}] is {array.shape}, not [{n}, features]")
+        if not np.isfinite(array).all():
+            raise ValueError(f"gradients[{layer!r}] has values that are not finite; drop them")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,11 +110,11 @@ def glm(
     # what was made of the table: a column taken for something else changes every number
     one_hot = ", ".join(f"{name} ({len(levels)})" for name, levels in rows.levels.items()) or "none"
     notes = _notes(rows)
-    out.say(f"{len(rows.ids):,} rows of {data} ({rows.format}), {len(rows.columns)} columns; one-hot: {one_hot}")
+    out.say(f"{len(rows.ids):,} rows of {data}, {len(rows.columns)} columns; one-hot: {one_hot}")
     out.say("".join(f"{note}\n" for note in notes) + _explanation(leakage, model, l2, sigma))
     text, exposure = _exposure(columns, rows.ids, reading["id_column"] or "row", top)
     answers, questions = _questions(leakage.guesses, FALSE_POSITIVE_RATE)
-    read = {"rows": len(rows.ids), "format": asdict(rows.format), "columns": rows.columns, "levels": rows.levels}
+    read = {"rows": len(rows.ids), "columns": rows.columns, "levels": rows.levels}
     scores = {"score": leakage.score, "released_score": leakage.released_score}
     written = {"out": out_file, "run": run_file, "page": page}
     result = {**read, "notes": notes, "model": model, "l2": l2, "sigma": sigma, **scores, **exposure}

@@ -232,7 +232,7 @@ class PrivateTraining:
         ids = ExampleIds(0, [], grows=True) if stream else example_ids(data, given)
         rows: Any = data.dataset if isinstance(data, loader.OwnerRows) else data
         row_ids = example_ids(rows, id_of) if isinstance(data, loader.OwnerRows) else None
-        ranks = Ranks(accounting.generator().initial_seed(), ids.num_examples) if distributed else None
+        ranks = Ranks(accounting.probe_seed(), ids.num_examples) if distributed else None
         rate, whole_batch, divisor = rate_and_batch_size(prepared, ids, ranks, accounting.expected_batch_size)
         noise = new_noise(rank=None if ranks is None else ranks.rank)
         sharded, reduction = is_sharded(module), options.loss_reduction
@@ -246,10 +246,10 @@ class PrivateTraining:
         if isinstance(data, loader.OwnerRows):
             self._tracker.example_of = data.owners.of_row.tolist().__getitem__
         self._observer = Observer(self._tracker)
-        generator = accounting.generator() if ranks is None else ranks.probe_generator()
+        seed = accounting.probe_seed() if ranks is None else ranks.seed
         loss = IdentifiedLoss.of(criterion) if criterion is not None else None
         drawn = whole_batch * self._tracker.parts
-        self.run = Run(options, loss, ids, self.replica.device, generator, accountant, drawn, ranks, owners, row_ids)
+        self.run = Run(options, loss, ids, self.replica.device, seed, accountant, drawn, ranks, owners, row_ids)
         if stream:
             self._tracker.rows_of = self.run.rows_of
         self.passes = DatasetPasses(self.run, self.replica, None if stream else rows, prepared.collate_fn)

@@ -23,7 +23,7 @@ from torchfil.engine.forward import StartedGraph
 from torchfil.engine.guard import check_copy
 from torchfil.engine.replica import Replica
 from torchfil.fisher.batch import PrivateBatch
-from torchfil.fisher.estimators import Draws, draw_bits, get_estimator, signs_of
+from torchfil.fisher.estimators import EXACT, Draws, draw_bits, signs_of
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.masks import RandomWatch
 from torchfil.fisher.mechanism import Mechanism
@@ -251,7 +251,7 @@ class Executor:
 
     def _evaluated(self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half, *, few: bool) -> StepValues:
         """By a recorded pass as far as one serves; other estimators use their own products with each J."""
-        one_pass = get_estimator(wanted.estimator).one_pass
+        one_pass = wanted.estimator != EXACT
         recorded = wanted if one_pass or not wanted.seeds else replace(wanted, seeds=())
         if tried.reason is not None or (recorded is not wanted and not wanted.summed):
             return self._mapped(batch, wanted)
@@ -259,8 +259,8 @@ class Executor:
             values = self._from_graph(batch, tried, recorded, forward, few=few)
             if values is None:
                 chunks = self._recorded_chunks(batch, forward, measured=bool(recorded.seeds))
-                count, seeds = len(batch.gradients.examples), recorded.seeds
-                draws = Draws(seeds, slice(0, count), count, 1, batch.probes_at_once(len(seeds), self.memory_limit))
+                seeds = recorded.seeds
+                draws = Draws(seeds, 1, batch.probes_at_once(len(seeds), self.memory_limit))
                 values = values_of(batch, chunks, recorded, draws, wanted.rate)
         except UnsupportedCallError as error:  # of a batch that is not as the trial's: from now on, map over such ones
             found = Plan(str(error), 0, facts=tried.facts)
@@ -305,8 +305,7 @@ class Executor:
     def _mapped(self, batch: PrivateBatch, wanted: Wanted) -> StepValues:
         """With gradients mapped over examples, in chunks."""
         columns, vectors = batch.working_vectors(wanted.estimator, self.memory_limit)
-        batch, count = replace(batch, plan=None), len(batch.gradients)
-        draws = Draws(wanted.seeds, slice(0, count), count, columns)
+        batch, draws = replace(batch, plan=None), Draws(wanted.seeds, columns)
         return values_of(batch, batch.chunks(self.memory_limit, vectors), wanted, draws, wanted.rate)
 
     def begin_live(self, gradients: ExampleGradients) -> RecordedForward | None:
@@ -387,8 +386,7 @@ def values_of(
     def of_chunk(rows: slice, jacobian: Jacobian) -> StepValues:
         added = None
         if wanted.seeds:
-            own = replace(draws, rows=rows)
-            found = batch.measured(jacobian, needs.quantities, wanted.estimator, own, needs.susceptibility)
+            found = batch.measured(jacobian, needs.quantities, wanted.estimator, draws, needs.susceptibility)
             added = additions(found, rate, skipping=wanted.rate < 1, track=wanted.track)
         if wanted.questions:
             added = (added or {}) | _divergences(batch, jacobian, wanted, rate)
@@ -631,10 +629,10 @@ class _Captured:
 
         jacobian = RecordedJacobian(gradients, mechanism, forward, measured=measured)
         probes = tuple(signs_of(bits, gradients.dtype) for bits in self.bits)
-        draws = Draws(self.wanted.seeds, slice(0, self.size), self.size, 1, self.probes_at_once, probes)
+        draws = Draws(self.wanted.seeds, 1, self.probes_at_once, probes)
         mask = (self.places < self.count).to(gradients.dtype)
         batch = replace(self.batch, gradients=gradients)
-        yield values_of(batch, [(draws.rows, jacobian)], self.wanted, draws, self.rate, mask)
+        yield values_of(batch, [(slice(0, self.size), jacobian)], self.wanted, draws, self.rate, mask)
 
 
 def _passes_within(limit: int, batch: PrivateBatch, wanted: Wanted) -> Passes:
@@ -643,7 +641,7 @@ def _passes_within(limit: int, batch: PrivateBatch, wanted: Wanted) -> Passes:
     if batch.plan is not None and batch.plan.fits:
         size = max(1, batch.plan.bytes_per_example)
         passes.append((min(len(gradients), max(1, limit // size)), size))
-    if not passes or not get_estimator(wanted.estimator).one_pass:
+    if not passes or wanted.estimator == EXACT:
         size = batch.working_vectors(wanted.estimator, limit)[1] * gradients.bytes_per_vector
         passes.append((min(len(gradients), max(1, limit // size)), size))
     return passes

@@ -29,7 +29,7 @@ from torchfil.engine.forward import in_training
 from torchfil.engine.loader import check_reads_alike, check_sampler, is_stream
 from torchfil.engine.rows import Views
 from torchfil.fisher.amplification import Amplification, get_amplification
-from torchfil.fisher.estimators import Estimator, get_estimator, names_of_estimators
+from torchfil.fisher.estimators import EXACT, check_estimator
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.models import PROBE_PRECISIONS, ProbePrecision
@@ -107,14 +107,14 @@ class Accounting:
             derivative of the privacy loss. All sum by coordinate, so data sets that augment at random are refused.
         questions: By name, what an attacker wants to know about every example (:mod:`torchfil.questions`); read with
             ``engine.get_guess(name)``.
-        estimator: "weight-probes", "input-probes", "coordinates", "exact", or a registered one.
+        estimator: "weight-probes" or "exact".
         fil_rate: The probability of measuring a step (which is then weighted by its inverse), in (0, 1]. For long runs:
             if few participations of an example are measured, its own number is mostly chance.
         epochs: With ``rel_error``, the planned number of passes over the data. None: at any time at least eight more
             are expected, so a shorter run ends above the target.
         amplification: What the attacker does not know about the batches: "poisson" (exact; the default with Poisson
-            sampling), "none" (the default without), "theorem4", a registered name or an object with
-            ``factors(rho, q, sigma)``.
+            sampling), "none" (the default without), or an object with ``factors(rho, q, sigma)`` and
+            ``secret_batches``.
         norm_refresh: How often, in steps, to compute every example's gradient norm for ``get_individual_epsilon`` and
             ``get_reconstruction_robustness``. Recommended if you read these, with Poisson sampling (without it, only an
             example's own steps count); costs one pass over the data each time, after the update and without dropout.
@@ -206,21 +206,21 @@ class Accounting:
         require(self.views is None or self.owner_of is None, both)
         if self.amplification is not None:
             get_amplification(self.amplification)
-        self.chosen_estimator.check_gives(self.needs.quantities, f"track={tuple(self.track)}")
-        matrix = "matrix" in self.needs.quantities and not self.chosen_estimator.exact
+        check_estimator(self.estimator)
+        by_probes = self.estimator != EXACT
+        matrix = "matrix" in self.needs.quantities and by_probes
         require(not matrix or self.num_probes != 1, "track=('fim',) from probes needs num_probes of at least 2")
-        able = names_of_estimators(lambda other: other.one_pass)
         if self.rel_error is not None:
             given, steered = f"rel_error={self.rel_error}", self.num_probes is None and self.fil_rate == 1
             left_out = f"num_probes={self.num_probes} and fil_rate={self.fil_rate}"
             require(0 < self.rel_error < 1, f"{given} must lie strictly between 0 and 1; 0.05 means 5 %")
             require(steered, f"{given} chooses the probes and the share of steps itself; leave out {left_out}")
-            require(self.chosen_estimator.one_pass, f"{given} needs estimator={able}, not {self.estimator!r}")
+            require(by_probes, f"{given} needs estimator='weight-probes', not {self.estimator!r}")
         if self.extra_probes:
             given, fewest = f"extra_probes={self.extra_probes}", 1 + (self.num_probes or _USUAL_PROBES)
             require(self.extra_probes >= fewest, f"{given} must be 0, or more than num_probes: at least {fewest}")
             require(not self.skips_steps, f"{given} skips no step: leave out rel_error and fil_rate, or extra_probes")
-            require(self.chosen_estimator.one_pass, f"{given} needs estimator={able}")
+            require(by_probes, f"{given} needs estimator='weight-probes', not {self.estimator!r}")
 
     @property
     def by_owner(self) -> bool:
@@ -250,14 +250,9 @@ class Accounting:
         return {name: QuestionSpec(q.answers, q.complete, isinstance(q, Absent)) for name, q in self.questions.items()}
 
     @property
-    def chosen_estimator(self) -> Estimator:
-        """The estimator, with what it can do."""
-        return get_estimator(self.estimator)
-
-    @property
     def exact(self) -> bool:
         """Whether nothing is sampled."""
-        return self.chosen_estimator.exact and self.fil_rate == 1
+        return self.estimator == EXACT and self.fil_rate == 1
 
     @property
     def skips_steps(self) -> bool:
@@ -270,10 +265,9 @@ class Accounting:
             return Pace.steered(2 * self.rel_error, self.epochs)  # η̄ ∝ sqrt(tr I): half of tr I's relative error
         return Pace(_USUAL_PROBES if self.num_probes is None else self.num_probes, self.fil_rate)
 
-    def generator(self) -> torch.Generator:
-        """The source of the probes; run files keep its seed, from which torch's own seed cannot be found."""
-        seed = derived_seed(torch.initial_seed(), "probes", 0) if self.seed is None else self.seed
-        return torch.Generator().manual_seed(seed)
+    def probe_seed(self) -> int:
+        """The seed of the probes; run files keep it, and torch's own seed cannot be found from it."""
+        return derived_seed(torch.initial_seed(), "probes") if self.seed is None else self.seed
 
     def amplification_for(self, *, poisson_sampling: bool) -> Amplification:
         """The chosen amplification; by default the exact factors with Poisson sampling, and none without."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import random
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -42,7 +43,8 @@ from torchfil.engine.options import ClipWeights, RunOptions
 from torchfil.engine.rows import OverRows, OwnedRows, rows_by_owner
 from torchfil.fisher.mechanism import largest_divergences
 from torchfil.private import Examples
-from torchfil.utils.errors import all_or_nothing, put_back_after_errors, require
+from torchfil.utils.errors import put_back_after_errors, require
+from torchfil.utils.noise import derived_seed
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +78,7 @@ class Run:
         loss: The loss; None: to be identified at the first step.
         ids: The examples' names; in a stream, of those that have arrived.
         device: The device on which steps are computed.
-        generator: Source of the probes.
+        seed: The seed of the probes, the same on all ranks.
         accountant: The DP accountant.
         expected_batch: The mean batch size, of all ranks together.
         ranks: The processes that train together; None: a single one. Each rank has the ledger of what it drew.
@@ -86,7 +88,6 @@ class Run:
     Attributes:
         staged: The physical batches since the last release, in order.
         is_updated: Whether the update of the last booked step was made.
-        is_measured: Whether the current step is measured, drawn once for a logical batch; None: not drawn yet.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Run:
         loss: IdentifiedLoss | None,
         ids: ExampleIds,
         device: torch.device,
-        generator: torch.Generator,
+        seed: int,
         accountant: IAccountant,
         expected_batch: int,
         ranks: Ranks | None = None,
@@ -104,7 +105,7 @@ class Run:
     ) -> None:
         self.options, self.loss, self.ids = options, loss, ids
         self.owners, self.row_ids = owners, row_ids
-        self.device, self.generator, self.ranks = device, generator, ranks
+        self.device, self.seed, self.ranks = device, seed, ranks
         self._knows_batches = options.sample_rate is None  # whether an attacker may: they are not Poisson draws
 
         # refuse before anything is allocated: too many examples, unknown ids or weights
@@ -150,7 +151,7 @@ class Run:
         self.history.enter()
         if self.owners is not None:
             self._coordinates_of_rows = self.ranks.maximum(self._coordinates_of_rows).to(self.device)
-        self._whole = Whole.of(self.ranks, self.history.steps, self.ledger, self.new_ledger, self.generator)
+        self._whole = Whole.of(self.ranks, self.history.steps, self.ledger, self.new_ledger)
 
     @property
     def whole_ledger(self) -> Ledger | None:
@@ -191,7 +192,6 @@ class Run:
     def clear_batch(self) -> None:
         """Forget what was staged: it was booked, or the logical batch was given up."""
         self.staged: list[Staged] = []
-        self.is_measured: bool | None = None
         self._participants: list[int] | None = None  # on all ranks; None: not exchanged yet
 
     @property
@@ -305,15 +305,20 @@ class Run:
         return self._participants
 
     def chooses_to_measure(self) -> bool:
-        """Whether the current step is measured, drawn at random once for each logical batch."""
-        if self.is_measured is not None:
-            return self.is_measured
-        rate = self.pace.rate
-        return rate == 1 or bool(torch.rand((), generator=self._common_generator("steps", self.history.steps)) < rate)
+        """Whether the current step is measured: at random, and the same for all of its batches on all ranks."""
+        return random.Random(derived_seed(self.seed, "steps", self.history.steps)).random() < self.pace.rate
 
-    def _common_generator(self, purpose: str, number: int = 0) -> torch.Generator:
-        """The source of numbers that must be the same on all ranks; in a single process, that of the probes."""
-        return self.generator if self.ranks is None else self.ranks.common_generator(purpose, number)
+    def probe_seeds(self, count: int, purpose: str, piece: int) -> tuple[int, ...]:
+        """The seeds of this many probes of the current step; a step that is repeated has the same.
+
+        Args:
+            count: How many.
+            purpose: What they are for: each purpose has its own.
+            piece: Which piece of the current physical batch they probe.
+        """
+        rank = 0 if self.ranks is None else self.ranks.rank
+        place = self.history.steps, rank, len(self.staged), piece
+        return tuple([derived_seed(self.seed, purpose, *place, k) for k in range(count)])
 
     @property
     def _past_first_passes(self) -> bool:
@@ -360,19 +365,15 @@ class Run:
             self.ledger.check_coordinates(part.num_coordinates)
         return self.ledger
 
-    def stage(
-        self, ids: Sequence[int], values: StepValues, noise: Noise, *, measured: bool, num_coordinates: Tensor | int
-    ) -> None:
+    def stage(self, ids: Sequence[int], values: StepValues, noise: Noise, num_coordinates: Tensor | int) -> None:
         """Keep what a physical batch adds until it is released.
 
         Args:
             ids: The numbers of the examples.
             values: What was measured.
             noise: The noise of the release.
-            measured: Whether the step is measured.
             num_coordinates: How many private coordinates each example has, [batch], or one number for all.
         """
-        self.is_measured = measured
         rows, norm = torch.tensor(ids, dtype=torch.long), values.clipped_norm
         contribution = Contribution(rows, norm.square(), not self.paused, values.additions or {}, num_coordinates)
         self.staged.append(Staged(contribution, norm / noise.max_grad_norm, noise))
@@ -454,10 +455,6 @@ class Run:
         n, own_steps = self.ids.num_examples, self._knows_batches
         return NormHistory(n, self.device, self.clip_weights, own_steps=own_steps, **together)
 
-    def draws_undone_if_refused(self) -> AbstractContextManager[None]:
-        """Restore the probes' generator if the work inside is refused."""
-        return all_or_nothing((self.generator.get_state, self.generator.set_state))
-
     def _check_memory(self, needed: int) -> None:
         accounting = self.options.accounting
         if needed > accounting.max_ledger_memory:
@@ -468,7 +465,7 @@ class Run:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Ledger, norm history, timeline and the probes' generator (collective)."""
+        """Ledger, norm history, timeline and the probes' seed (collective)."""
         if self.staged:
             when = "a state can be saved and loaded only between logical batches"
             raise RuntimeError(f"{when}; finish the batch first, or call optimizer.discard_partial_batch()")
@@ -477,7 +474,7 @@ class Run:
             "ledger": ledger.state_dict() if ledger is not None else None,
             "history": self.history.state_dict(),
             "timeline": self.timeline.state_dict(),
-            "generator": self.generator.get_state(),
+            "seed": self.seed,
             "pace": self.pace.state_dict(),
             "not_smooth": list(self.not_smooth),
             "ranks": None if self._whole is None else dict(self._whole.parts),
@@ -501,9 +498,9 @@ class Run:
         timeline = Timeline.from_state_dict(state["timeline"], history.device if self.ranks is None else self.device)
 
         self._coordinates_of_rows = state["coordinates_of_rows"].clone().to(self.device)
-        self.generator.set_state(state["generator"].cpu())
+        self.seed = state["seed"]
         if self.ranks is not None:
-            take_part(self.ranks, state["ranks"], ledger, history.steps, self.generator)
+            take_part(self.ranks, state["ranks"], ledger)
         self.pace.load_state_dict(state["pace"])
         self.not_smooth = list(state["not_smooth"])
         self.ids, self.ledger, self.history, self._whole = ids, ledger, history, None

@@ -26,7 +26,6 @@ from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.rows import OwnedRows
 from torchfil.engine.run import Run
-from torchfil.fisher.estimators import Draws
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.masks import call_and_record_masks, replayed_masks
 from torchfil.fisher.mechanism import Mechanism
@@ -160,51 +159,48 @@ class Step:
         ids = run.check_ids(calls, sum([call.num_rows for call in calls]) if norms is None else len(norms))
         parts = self.observer.tracker.parts
         self.backward_passes = parts if parts > 1 else len(calls)
-        with run.draws_undone_if_refused():
-            measured = run.chooses_to_measure()
-            if not ids:
-                guard.raise_if_any()
-                run.is_measured = measured
-                self.observer.forget_finished()
-                return None
-
-            # what the batches are, and which loss the loop uses
-            pieces, loss = self._batches_and_loss(calls, loss, summed=norms is None)
-            calls, examples = [piece.call for piece in pieces], [piece.examples for piece in pieces]
-            if run.ledger is None:
-                run.not_smooth = guard.look_at_first_call(calls[0])
-            ledger = run.ledger_for(examples)
-
-            # what the batches show is read before the costly part, or meanwhile
-            if self.replica.device.type == "cpu":
-                guard.raise_if_any()
-            else:
-                guard.start_reading()
-
-            # the passes, and what they must agree with
-            measures = (measured or noise.noise_multiplier == 0) and not run.paused
-            if loss is not None and (norms is None or measures):
-                accounting = self.options.accounting
-                wanted = Wanted(tuple(accounting.track), accounting.estimator, (), run.pace.rate, norms is None)
-                values = self._values_of_all(pieces, loss, self._mechanism_with(*noise), wanted, measures)
-            elif loss is not None and not run.paused:
-                for call in calls:
-                    guard.check_loss(call, loss, by_opacus=True)
-            if norms is not None and clipped_norms is not None:  # the clipped norms of the released gradients count
-                if values is None:
-                    values = StepValues(None, norms, clipped_norms, {}, None)
-                else:
-                    guard.add(guard.compare_norms(values.norm, norms, calls))
-                    values = replace(values, clipped_norm=clipped_norms, sums={})
-            guard.check_training(run.history.steps, values.sums if values else None, noise.noise_multiplier)
+        if not ids:
             guard.raise_if_any()
+            self.observer.forget_finished()
+            return None
+
+        # what the batches are, and which loss the loop uses
+        pieces, loss = self._batches_and_loss(calls, loss, summed=norms is None)
+        calls, examples = [piece.call for piece in pieces], [piece.examples for piece in pieces]
+        if run.ledger is None:
+            run.not_smooth = guard.look_at_first_call(calls[0])
+        ledger = run.ledger_for(examples)
+
+        # what the batches show is read before the costly part, or meanwhile
+        if self.replica.device.type == "cpu":
+            guard.raise_if_any()
+        else:
+            guard.start_reading()
+
+        # the passes, and what they must agree with
+        measures = (run.chooses_to_measure() or noise.noise_multiplier == 0) and not run.paused
+        if loss is not None and (norms is None or measures):
+            accounting = self.options.accounting
+            wanted = Wanted(tuple(accounting.track), accounting.estimator, (), run.pace.rate, norms is None)
+            values = self._values_of_all(pieces, loss, self._mechanism_with(*noise), wanted, measures)
+        elif loss is not None and not run.paused:
+            for call in calls:
+                guard.check_loss(call, loss, by_opacus=True)
+        if norms is not None and clipped_norms is not None:  # the clipped norms of the released gradients count
+            if values is None:
+                values = StepValues(None, norms, clipped_norms, {}, None)
+            else:
+                guard.add(guard.compare_norms(values.norm, norms, calls))
+                values = replace(values, clipped_norm=clipped_norms, sums={})
+        guard.check_training(run.history.steps, values.sums if values else None, noise.noise_multiplier)
+        guard.raise_if_any()
         assert values is not None
 
         # nothing can be refused from here on
         if run.loss is None and loss is not None:
             logger.info("the training loop's loss was identified as %s", loss.name)
         run.loss, run.ledger = loss, ledger
-        run.stage(ids, values, noise, measured=measured, num_coordinates=_own_coordinates(pieces, run))
+        run.stage(ids, values, noise, _own_coordinates(pieces, run))
         self.observer.forget_finished()
         return values
 
@@ -244,26 +240,28 @@ class Step:
         """The values of all pieces together; on a GPU, copies that later replays do not overwrite."""
         on_gpu, several = self.replica.device.type == "cuda", len(pieces) > 1
 
-        def of_piece(piece: _Piece) -> StepValues:
-            found = self._values(piece, loss, mechanism, wanted, measures)
+        def of_piece(place: int) -> StepValues:
+            own = wanted
+            if measures:
+                own = replace(wanted, seeds=self.run.probe_seeds(self.run.num_probes, "probes", place))
+            found = self._values(pieces[place], place, loss, mechanism, own)
             return found.kept(sums=several) if on_gpu else found
 
-        return joined(map(of_piece, pieces))
+        return joined(map(of_piece, range(len(pieces))))
 
     def _values(
-        self, piece: _Piece, row_loss: IdentifiedLoss, mechanism: Mechanism, wanted: Wanted, measures: bool
+        self, piece: _Piece, place: int, row_loss: IdentifiedLoss, mechanism: Mechanism, wanted: Wanted
     ) -> StepValues:
-        """The values of one piece, with its checks."""
+        """The values of one piece, at its place among the pieces of a batch, with its checks."""
         call, part, ids, examples = piece.call, piece.part, piece.ids, piece.examples
         run, guard, from_loop = self.run, self.guard, call.outputs is not None
         loss = run.loss_of_examples(row_loss)
         weights = run.weights_of(ids)
         examples = examples if weights is None else replace(examples, clip_weights=weights)
-        if measures:
-            wanted = replace(wanted, seeds=Draws.seeds_from(run.num_probes, run.generator))
-            if questions := self.options.accounting.questions:
-                examples, places = with_alternatives(examples, questions, check_values=run.ledger is None)
-                wanted = replace(wanted, questions=places)
+        measures, questions = bool(wanted.seeds), self.options.accounting.questions
+        if measures and questions:
+            examples, places = with_alternatives(examples, questions, check_values=run.ledger is None)
+            wanted = replace(wanted, questions=places)
 
         # a wrong loss would spoil the trial, so the loss is checked first
         gradients = self._in_precision(self.replica.gradients(examples, loss), call.autocast)
@@ -274,7 +272,7 @@ class Step:
         with differentiable_twice() if measures else contextlib.nullcontext():
             values = self.executor.run(gradients, plan, mechanism, wanted, call.take_recorded())
         if measures:
-            values = self._measured_again(gradients, mechanism, values, wanted, ids)
+            values = self._measured_again(gradients, mechanism, values, wanted, ids, place)
 
         # does the engine's pass agree with the loop's, or with the live model's?
         assert values.losses is not None
@@ -299,14 +297,20 @@ class Step:
         return replace(gradients, autocast=autocast, probe_precision=self._probe_precision)
 
     def _measured_again(
-        self, gradients: ExampleGradients, mechanism: Mechanism, values: StepValues, wanted: Wanted, ids: Sequence[int]
+        self,
+        gradients: ExampleGradients,
+        mechanism: Mechanism,
+        values: StepValues,
+        wanted: Wanted,
+        ids: Sequence[int],
+        place: int,
     ) -> StepValues:
         """The same values, with a few chosen examples measured again with more probes."""
         rows = self.run.exposed_rows(ids, values.clipped_norm)
         if rows is None or mechanism.noiseless or self.replica.written:
             return values
         few = replace(gradients, examples=replace(gradients.examples, alternatives=())[rows])
-        seeds = Draws.seeds_from(self.options.accounting.extra_probes, self.run.generator)
+        seeds = self.run.probe_seeds(self.options.accounting.extra_probes, "extra probes", place)
         again = replace(wanted, seeds=seeds, summed=False, questions=())
         anew = self.executor.run(few, self.executor.plan(few), mechanism, again, few=True)
         return values.measured_anew(rows, anew.additions or {})

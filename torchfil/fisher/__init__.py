@@ -9,25 +9,18 @@ from torchfil.fisher import reference
 from torchfil.fisher.amplification import (
     NoAmplification,
     PoissonAmplification,
-    Theorem4Amplification,
     analytic_gaussian_epsilon,
-    available_amplifications,
-    classical_gaussian_epsilon,
     get_amplification,
     poisson_amplification,
-    register_amplification,
 )
-from torchfil.fisher.batch import StepSettings, exact_fim, fim_diagonal, fim_matrix, fim_spectral_norm, fim_trace
-from torchfil.fisher.estimators import Estimator, available_estimators, get_estimator, register_estimator
+from torchfil.fisher.batch import StepSettings, exact_fim, fim_diagonal, fim_trace
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian
 from torchfil.fisher.results import Estimate
 
-# Fisher information, its parts, amplification, estimators
-__all__ = ["Estimate", "StepSettings", "exact_fim", "fim_diagonal", "fim_matrix", "fim_spectral_norm", "fim_trace"]
+# Fisher information, its parts, amplification
+__all__ = ["Estimate", "StepSettings", "exact_fim", "fim_diagonal", "fim_trace"]
 __all__ += ["ClippedJacobian", "ExampleGradients", "Mechanism", "reference"]
-__all__ += ["NoAmplification", "PoissonAmplification", "Theorem4Amplification", "get_amplification"]
-__all__ += ["available_amplifications", "poisson_amplification", "register_amplification"]
-__all__ += ["analytic_gaussian_epsilon", "classical_gaussian_epsilon"]
-__all__ += ["Estimator", "available_estimators", "get_estimator", "register_estimator"]
+__all__ += ["NoAmplification", "PoissonAmplification", "get_amplification", "poisson_amplification"]
+__all__ += ["analytic_gaussian_epsilon"]

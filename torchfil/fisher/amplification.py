@@ -4,7 +4,6 @@ An example that takes part in a step adds (κ⊥ (J̃ᵀJ̃ − a aᵀ) + κ∥ 
 this module gives κ⊥ and κ∥. With ρ = ‖g̃‖/s, ξ ~ N(0, 1) and w(ξ) = q / (q + (1−q) exp(−ρξ − ρ²/2)),
 
     exact, Poisson sampling:   κ⊥ = E[w(ξ)],   κ∥ = E[ξ² w(ξ)]
-    Theorem 4 (Guo et al. 2022):  κ⊥ = κ∥ = q / (q + (1−q) e^{−ε}), which fails with probability δ
     none:                      κ⊥ = κ∥ = 1
 
 Threat model of the exact factors: the attacker sees every noisy gradient and knows every other example,
@@ -16,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,13 +23,9 @@ from numpy.polynomial import chebyshev
 from scipy import optimize, special
 from torch import Tensor
 
-from torchfil.utils.errors import require
-
-Adjacency = Literal["replace-one", "add-remove"]
 _PIECE = 0.5
 _PIECES = 100  # the table of Poisson's factors ends at ρ = 50, where both are 1 to double precision
 _DEGREE = 16
-_SENSITIVITIES = {"replace-one": 2.0, "add-remove": 1.0}  # over C
 
 
 @runtime_checkable
@@ -94,57 +89,6 @@ class PoissonAmplification:
         return poisson_amplification(rho, agreed_rate(self, q))
 
 
-@dataclass(frozen=True)
-class Theorem4Amplification:
-    """Guo et al. 2022, Theorem 4: κ = q / (q + (1−q) e^{−ε}), valid up to a failure probability δ per step.
-
-    Attributes:
-        q: The sampling rate, in (0, 1]; None: that of the mechanism.
-        delta: The chance that the bound fails in one step.
-        epsilon_method: "analytic" (Balle & Wang 2018, exact for every σ) or "classical" (the paper's
-            sqrt(2 ln(1.25/δ)) Δ/σ, a theorem only if it is below 1).
-        adjacency: "replace-one" (the paper's; sensitivity 2C) or "add-remove" (sensitivity C).
-        norm_bound: The largest clipped norm over C: 1 for a calibrated clip, 1.11522 for "gelu-paper".
-
-    Example:
-        >>> amplification = Theorem4Amplification(epsilon_method="classical", norm_bound=1.115)
-        >>> round(amplification.epsilon(sigma=5.0), 3)
-        2.887
-        >>> round(amplification.kappa(q=0.01, sigma=5.0), 4)
-        0.1534
-    """
-
-    q: float | None = None
-    delta: float = 1e-9
-    epsilon_method: Literal["analytic", "classical"] = "analytic"
-    adjacency: Adjacency = "replace-one"
-    norm_bound: float = 1.0
-    secret_batches: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        if self.q is not None:
-            check_rate(self.q)
-        require(0 < self.delta < 1, f"delta={self.delta} must lie strictly between 0 and 1")
-        for name, known in (("adjacency", _SENSITIVITIES), ("epsilon_method", _EPSILONS)):
-            value = getattr(self, name)
-            require(value in known, f"{name}={value!r} must be one of {list(known)}")
-
-    def epsilon(self, sigma: float) -> float:
-        """ε of one step with noise multiplier σ, at δ."""
-        return _EPSILONS[self.epsilon_method](sigma / (_SENSITIVITIES[self.adjacency] * self.norm_bound), self.delta)
-
-    def kappa(self, q: float | None, sigma: float) -> float:
-        """κ = q / (q + (1−q) e^{−ε})."""
-        rate = agreed_rate(self, q)
-        check_rate(rate)
-        return rate / (rate + (1 - rate) * math.exp(-self.epsilon(sigma)))
-
-    def factors(self, rho: Tensor, q: float | None, sigma: float) -> tuple[Tensor, Tensor]:
-        """κ for both."""
-        kappa = self.kappa(q, sigma)
-        return torch.full_like(rho, kappa), torch.full_like(rho, kappa)
-
-
 def agreed_rate(amplification: Amplification, q: float | None) -> float:
     """The rate of an amplification or, if it has none, the rate q.
 
@@ -160,14 +104,6 @@ def agreed_rate(amplification: Amplification, q: float | None) -> float:
     return rate
 
 
-_REGISTRY: dict[str, Amplification] = {}
-
-
-def available_amplifications() -> tuple[str, ...]:
-    """The names of all registered amplifications."""
-    return tuple(sorted(_REGISTRY))
-
-
 def get_amplification(amplification: str | Amplification) -> Amplification:
     """The amplification of that name; an object is checked and returned.
 
@@ -175,39 +111,25 @@ def get_amplification(amplification: str | Amplification) -> Amplification:
         >>> get_amplification("poisson")
         PoissonAmplification(q=None)
     """
-    if isinstance(amplification, str) and amplification not in _REGISTRY:
-        known = ", ".join(available_amplifications())
-        raise ValueError(f"amplification={amplification!r} is unknown; use one of {known}, or register your own")
-    return _REGISTRY[amplification] if isinstance(amplification, str) else _checked(amplification)
-
-
-def register_amplification(name: str, amplification: Amplification, *, overwrite: bool = False) -> None:
-    """Register an amplification under a name, for everything that takes ``amplification=``.
-
-    Raises:
-        ValueError: The name is taken.
-        TypeError: The object is not an :class:`Amplification`.
-    """
-    require(overwrite or name not in _REGISTRY, f"amplification {name!r} is already registered; pass overwrite=True")
-    _REGISTRY[name] = _checked(amplification)
+    if isinstance(amplification, str):
+        if amplification not in _NAMED:
+            known = " or ".join(map(repr, _NAMED))
+            raise ValueError(f"amplification={amplification!r} is unknown; use {known}, or pass your own object")
+        return _NAMED[amplification]
+    if not isinstance(amplification, Amplification):
+        raise TypeError(f"amplification={amplification!r} needs factors(rho, q, sigma) and a flag secret_batches")
+    return amplification
 
 
 def name_of_amplification(amplification: Amplification) -> str:
-    """The name of an equal registered object, else of one of the same class; else the object's own description.
+    """The name of the amplification's class; of one of your own, its description.
 
     Example:
         >>> name_of_amplification(NoAmplification())
         'none'
     """
-    equal = [name for name, registered in _REGISTRY.items() if registered == amplification]
-    of_class = [name for name, registered in _REGISTRY.items() if type(registered) is type(amplification)]
-    return [*equal, *of_class, repr(amplification)][0]
-
-
-def _checked(amplification: Any) -> Amplification:
-    if not isinstance(amplification, Amplification):
-        raise TypeError(f"amplification={amplification!r} needs factors(rho, q, sigma) and a flag secret_batches")
-    return amplification
+    same = (name for name, named in _NAMED.items() if type(named) is type(amplification))
+    return next(same, repr(amplification))
 
 
 def poisson_amplification(rho: Tensor | float, q: float) -> tuple[Tensor, Tensor]:
@@ -278,12 +200,6 @@ def check_rate(q: float) -> None:
         raise ValueError(f"q={q} must lie in (0, 1]: it is the probability that an example is in a batch")
 
 
-def classical_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
-    """ε = sqrt(2 ln(1.25/δ)) / σ for sensitivity 1; a theorem only if it is below 1 (Dwork & Roth 2014)."""
-    _check_noise_and_delta(noise_multiplier, delta)
-    return math.sqrt(2 * math.log(1.25 / delta)) / noise_multiplier
-
-
 def analytic_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     """The smallest ε ≥ 0 with δ(ε) = Φ(1/2σ − εσ) − e^ε Φ(−1/2σ − εσ) ≤ δ, for sensitivity 1.
 
@@ -293,7 +209,10 @@ def analytic_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
         >>> round(analytic_gaussian_epsilon(1.0, 1e-5), 4)
         4.3772
     """
-    _check_noise_and_delta(noise_multiplier, delta)
+    if not noise_multiplier > 0:
+        raise ValueError(f"noise_multiplier={noise_multiplier} must be positive: without noise no ε is finite")
+    if not 0 < delta < 1:
+        raise ValueError(f"delta={delta} must lie strictly between 0 and 1")
     sigma = noise_multiplier
 
     def excess(epsilon: float) -> float:
@@ -309,14 +228,4 @@ def analytic_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     return float(optimize.brentq(excess, 0.0, high, xtol=1e-13, rtol=1e-13))
 
 
-def _check_noise_and_delta(noise_multiplier: float, delta: float) -> None:
-    require(noise_multiplier > 0, f"noise_multiplier={noise_multiplier} must be positive: without noise no ε is finite")
-    require(0 < delta < 1, f"delta={delta} must lie strictly between 0 and 1")
-
-
-# Every step needs ε, so it is kept.
-_EPSILONS = {"analytic": lru_cache(analytic_gaussian_epsilon), "classical": lru_cache(classical_gaussian_epsilon)}
-
-register_amplification("none", NoAmplification())
-register_amplification("poisson", PoissonAmplification())
-register_amplification("theorem4", Theorem4Amplification())
+_NAMED: dict[str, Amplification] = {"none": NoAmplification(), "poisson": PoissonAmplification()}

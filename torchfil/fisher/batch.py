@@ -1,4 +1,4 @@
-"""The Fisher information of one private step about each example of a batch: matrix, trace, diagonal, norm.
+"""The Fisher information of one private step about each example of a batch: matrix, trace, diagonal.
 
 Every function takes the model, an ordinary torch loss, a batch and the settings of DP-SGD, and returns results per
 example. With s = σC and J̃ the Jacobian of the clipped gradient with respect to the private coordinates,
@@ -10,9 +10,6 @@ Memory: the gradients, probes and Jacobian blocks held at once stay below ``max_
 more. The model's own activations and the result come on top.
 
 These functions and the training engine both use :class:`PrivateBatch`, which processes a batch chunk by chunk.
-
-:func:`lanczos` finds the norm from products with vectors, for all examples of a batch at once. Ritz values never exceed
-the true norm: they are lower bounds that converge to it.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +26,7 @@ from typing_extensions import Required, Unpack  # of torch; in typing since Pyth
 
 from torchfil.clipping import ClipFunction, check_clip_weights
 from torchfil.fisher.amplification import Amplification, NoAmplification
-from torchfil.fisher.estimators import Draws, Quantity, get_estimator
+from torchfil.fisher.estimators import ESTIMATORS, EXACT, Draws, Quantity, check_estimator
 from torchfil.fisher.gradients import DEFAULT_MAX_MEMORY, ExampleGradients, LossFunction
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import ClippedJacobian, Jacobian
@@ -155,23 +152,21 @@ class PrivateBatch:
             susceptibility: Whether to compute the PLIS, too.
         """
         require(num_probes >= 1, f"num_probes={num_probes} must be at least 1")
-        chosen = get_estimator(estimator)
-        chosen.check_gives(quantities)
+        check_estimator(estimator)
+        exact = estimator == EXACT
 
-        # an exact estimator holds columns of J and draws nothing; any other holds one vector and draws probes
+        # the exact estimator holds columns of J and draws nothing; any other holds one vector and draws probes
         columns, vectors = self.working_vectors(estimator, max_memory)
-        seeds = () if chosen.exact else Draws.seeds_from(num_probes, generator)
-        one_pass = chosen.one_pass and self.mechanism.shares is None and len(self.gradients)
+        seeds = () if exact else Draws.seeds_from(num_probes, generator)
+        one_pass = not exact and self.mechanism.shares is None and len(self.gradients)
         batch = replace(self, plan=(self.plan or make_plan(self.gradients)) if one_pass else None)
+        draws = Draws(seeds, columns, batch.probes_at_once(num_probes, max_memory))
 
-        at_once = batch.probes_at_once(num_probes, max_memory)
-        draws = Draws(seeds, slice(0, len(self.gradients)), len(self.gradients), columns, at_once)
-
-        def measured(batch: PrivateBatch) -> Any:
-            parts = []
-            for rows, jacobian in batch.chunks(max_memory, vectors):
-                own = replace(draws, rows=rows)
-                parts.append(batch.measured(jacobian, quantities, estimator, own, susceptibility))
+        def measured(batch: PrivateBatch) -> Measurement:
+            parts = [
+                batch.measured(jacobian, quantities, estimator, draws, susceptibility)
+                for _, jacobian in batch.chunks(max_memory, vectors)
+            ]
             return concatenated(parts)
 
         try:
@@ -188,15 +183,14 @@ class PrivateBatch:
         susceptibility: bool = False,
     ) -> Measurement:
         """:meth:`measure` for one chunk of the batch, with given draws."""
-        chosen, mechanism, noiseless = get_estimator(estimator), self.mechanism, self.mechanism.noiseless
+        mechanism, noiseless = self.mechanism, self.mechanism.noiseless
         if noiseless:  # infinite weights times 0 would be NaN: measure with noise, then remove it
             mechanism = replace(mechanism, noise_multiplier=1.0, amplification=NoAmplification())
-        moments = chosen.checked(chosen.function(jacobian, mechanism, quantities, draws), jacobian, quantities)
+        estimates = ESTIMATORS[estimator](jacobian, mechanism, quantities, draws)
         slope = None
         if susceptibility:
             factor = 2 * jacobian.clipped_norm / mechanism.noise_std**2
             slope = factor[:, None] * jacobian.clipped_norm_gradient()
-        estimates = {name: moments[name].estimate(positive=name != "matrix") for name in quantities}
         found = Measurement(estimates, jacobian.norm, slope, len(draws.seeds) != 1)
         return found.without_noise() if noiseless else found
 
@@ -225,24 +219,11 @@ class PrivateBatch:
 
     def working_vectors(self, estimator: str, max_memory: int) -> tuple[int, int]:
         """How many Jacobian columns to hold per example, and how many vectors of length p are needed."""
-        if not get_estimator(estimator).exact:
+        if estimator != EXACT:
             return 1, _WORKING_VECTORS
         room = max_memory // self.gradients.bytes_per_vector - _WORKING_VECTORS
         columns = min(self.gradients.num_coordinates, max(1, room // _COPIES_OF_COLUMNS))
         return columns, _COPIES_OF_COLUMNS * columns + _WORKING_VECTORS
-
-
-def _fim_matvec(jacobian: Jacobian, mechanism: Mechanism) -> Callable[[Tensor], Tensor]:
-    """v ↦ Iv for the examples of a chunk."""
-    assert isinstance(jacobian, ClippedJacobian)
-    perp, par = mechanism.weights(jacobian.clipped_norm)
-    a = jacobian.clipped_norm_gradient()
-
-    def matvec(v: Tensor) -> Tensor:
-        along = (a * v).sum(dim=1)
-        return perp[:, None] * jacobian.perpendicular_gram_matvec(v) + (par * along)[:, None] * a
-
-    return matvec
 
 
 def exact_fim(
@@ -276,27 +257,8 @@ def exact_fim(
         tensor([[[2., 4.],
                  [4., 8.]]])
     """
-    return fim_matrix(model, loss_fn, inputs, targets, max_memory=max_memory, **step).value
-
-
-def fim_matrix(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    inputs: Inputs,
-    targets: Any,
-    *,
-    estimator: str = "exact",
-    num_probes: int = 8,
-    generator: torch.Generator | None = None,
-    max_memory: int = DEFAULT_MAX_MEMORY,
-    **step: Unpack[StepSettings],
-) -> Estimate:
-    """The full Fisher information matrix with its error, [batch, d, d]; "exact" or "weight-probes".
-
-    Arguments as in :func:`exact_fim` and :func:`fim_trace`.
-    """
     batch = PrivateBatch.build(model, loss_fn, inputs, targets, **step)
-    return batch.estimate("matrix", estimator, num_probes, generator, max_memory)
+    return batch.estimate("matrix", EXACT, max_memory=max_memory).value
 
 
 def fim_trace(
@@ -318,8 +280,8 @@ def fim_trace(
         loss_fn: See there.
         inputs: See there.
         targets: See there.
-        estimator: "exact", "coordinates", "input-probes", "weight-probes", or a registered one.
-        num_probes: The number of random vectors (or coordinates). "exact" needs none.
+        estimator: "exact" or "weight-probes".
+        num_probes: The number of random vectors. "exact" needs none.
         generator: Source of randomness; None: torch's global one. The result does not depend on how
             ``max_memory`` cuts the batch.
         max_memory: See the module's docstring.
@@ -348,44 +310,6 @@ def fim_diagonal(
     """
     batch = PrivateBatch.build(model, loss_fn, inputs, targets, **step)
     return batch.estimate("diagonal", estimator, num_probes, generator, max_memory)
-
-
-def fim_spectral_norm(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    inputs: Inputs,
-    targets: Any,
-    *,
-    method: Literal["lanczos", "exact"] = "lanczos",
-    iterations: int = 20,
-    generator: torch.Generator | None = None,
-    max_memory: int = DEFAULT_MAX_MEMORY,
-    **step: Unpack[StepSettings],
-) -> Estimate:
-    """η² = ‖I‖₂ of each example, [batch].
-
-    Args:
-        model: As in :func:`exact_fim`, and so for all arguments that are not named here.
-        loss_fn: See there.
-        inputs: See there.
-        targets: See there.
-        method: "lanczos" (a lower bound that converges to the norm from below, two Jacobian products per iteration),
-            or "exact" (all of I and its eigenvalues).
-        iterations: The number of products with I.
-        generator: Source of the random starting vector.
-        max_memory: See the module's docstring.
-        **step: See :class:`StepSettings`.
-    """
-    require(method in ("lanczos", "exact"), f"method={method!r} must be 'lanczos' or 'exact'")
-    batch = PrivateBatch.build(model, loss_fn, inputs, targets, **step)
-    if method == "exact":
-        return Estimate.exact(largest_eigenvalue(batch.estimate("matrix", "exact", max_memory=max_memory).value))
-    (seed,), z = Draws.seeds_from(1, generator), batch.gradients.examples.z
-    source = torch.Generator(device=z.device).manual_seed(seed)
-    start = torch.randn(z.shape, generator=source, device=z.device, dtype=z.dtype)
-    parts = batch.chunks(max_memory, _WORKING_VECTORS)
-    value = torch.cat([lanczos(_fim_matvec(part, batch.mechanism), start[rows], iterations) for rows, part in parts])
-    return Estimate(value, torch.zeros_like(value), "lower bound")
 
 
 def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> Tensor:

@@ -226,15 +226,6 @@ class ClippedJacobian(Jacobian):
         beta = parallel.sqrt() - root * (direction * u).sum(dim=1)
         return self.rmatvec(root[:, None] * u + beta[:, None] * direction)
 
-    def perpendicular_squared_norm(self, v: Tensor) -> Tensor:
-        """‖QDJv‖² = ‖J̃v‖² − (a·v)², [batch], for v of shape [batch, d]."""
-        along = (self.clipped_norm_gradient() * v).sum(dim=1)
-        return (self.matvec(v).square().sum(dim=1) - along.square()).clamp(min=0)
-
-    def perpendicular_gram_matvec(self, v: Tensor) -> Tensor:
-        """JᵀDQDJv, [batch, d], for v of shape [batch, d]."""
-        return self.perpendicular_rmatvec(self.matvec(v))
-
     def perpendicular_gram(self, columns_at_once: int | None = None) -> Tensor:
         """JᵀDQDJ, [batch, d, d]; ``columns_at_once`` as in :meth:`gram`."""
         d, a = self.gradients.num_coordinates, self.clipped_norm_gradient()

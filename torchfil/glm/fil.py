@@ -344,15 +344,6 @@ def information_by_coordinate(releases: Sequence[Release]) -> Iterator[tuple[sli
         yield rows, torch.stack(parts).sum(dim=0).clamp(min=0).cpu().numpy()
 
 
-def squared_loss_at(
-    sensitivity: Sensitivity, rows: int | Tensor, columns: Sequence[int] | None, kind: Kind, one_hot: bool
-) -> Tensor:
-    """η² at σ = 1 of one example (a number), or of some examples together, a scalar that can be differentiated."""
-    if isinstance(rows, int):
-        return _reduced(sensitivity.gram(slice(rows, rows + 1), columns), columns is not None and one_hot, kind)[0]
-    return _of_group([Release(sensitivity, 1.0)], rows.to(sensitivity.X.device), kind)
-
-
 def _of_examples(
     releases: Sequence[Release], kind: Kind, columns: Sequence[int] | None = None, one_hot: bool = False
 ) -> Tensor:

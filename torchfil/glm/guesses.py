@@ -20,10 +20,8 @@ normal number with mean log(π_a/π_b) + d_ab²/2 and variance d_ab², d_ab = �
 
     P(right) = Σ_a π_a P(all of these are positive) = ∫ max_a π_a p_a.
 
-For two answers this is Φ; for three, the positive quadrant of a bivariate normal, by Owen's T. Of more answers, all
-but the three likeliest are added one at a time. Answer a adds ∫ (π_a p_a − max_{b<a} π_b p_b)₊ =
-π_a E_a[(1 − max_{b<a} π_b p_b/(π_a p_a))₊], E_a under N(μ_a, I): by quasi-Monte Carlo in the dimensions that the means
-span.
+For two answers this is Φ; for three, the positive quadrant of a bivariate normal, by Owen's T. For more answers it is
+Σ_a π_a E_a[max_b posterior_b], E_a under N(μ_a, I): a mean over random numbers, always the same, with an error.
 """
 
 from __future__ import annotations
@@ -45,9 +43,8 @@ from torchfil.viz.common import as_array
 if TYPE_CHECKING:
     from torchfil.glm.model import GeneralizedLinearModel
 
-_POINTS = 256  # points of each scrambled sequence, for each answer
-_SCRAMBLES = 4
-_CHUNK_NUMBERS = 2**17  # a chunk's arrays fit into a cache
+_DRAWS = 2048  # of noise, for each answer
+_CHUNK_NUMBERS = 2**20
 _FAR = 40.0  # deviations that a normal number does not exceed
 _NEAR = 1e-300
 
@@ -87,7 +84,7 @@ class NominalAttribute(Question):
 
         return tuple(Alternative(with_code(code), targets) for code in np.asarray(self.codes, dtype=float))
 
-    def levels(self, X: Any) -> np.ndarray:
+    def levels(self, X: object) -> np.ndarray:
         """The number of every row's level, [n].
 
         Raises:
@@ -195,47 +192,26 @@ class BestGuess:
         """D = KL(P_true ‖ P_answer) = Δ²/(2σ²) of every record and answer, [n, m]; 0 for its own answer."""
         return self._from_truth() ** 2 / 2
 
-    def true_positive_rate(self, false_positive_rate: float, answer: int | str | None = None) -> np.ndarray:
+    def true_positive_rate(self, false_positive_rate: float) -> np.ndarray:
         """How often the best test names a record's own answer, [n], at this rate of naming it wrongly.
 
-        Φ(Φ⁻¹(FPR) + Δ/σ): exact, and attained by the likelihood ratio.
+        Φ(Φ⁻¹(FPR) + Δ/σ): exact, and attained by the likelihood ratio, for the answer that is easiest to distinguish
+        from the record's own.
 
         Args:
             false_positive_rate: A number in (0, 1).
-            answer: The other answer, by number or name (FPR for the records whose own it is); None: for each record
-                the one that is easiest to distinguish from its own.
         """
         require(0 < false_positive_rate < 1, f"false_positive_rate={false_positive_rate} must lie between 0 and 1")
-        distance = self._from_truth()
-        shift = distance.max(axis=1) if answer is None else distance[:, self._number(answer)]
-        return ndtr(ndtri(false_positive_rate) + shift)
-
-    def table(self, false_positive_rate: float = 0.01) -> dict[str, np.ndarray]:
-        """One column [n] each: ``prior_accuracy``, ``accuracy``, ``divergence``, ``true_positive_rate``.
-
-        The last two are for the answer that is easiest to distinguish from the record's own. Pass the table to
-        ``pandas.DataFrame``.
-        """
-        return {
-            "prior_accuracy": self.prior_accuracy,
-            "accuracy": self.accuracy,
-            "divergence": self.divergence.max(axis=1),
-            "true_positive_rate": self.true_positive_rate(false_positive_rate),
-        }
+        return ndtr(ndtri(false_positive_rate) + self._from_truth().max(axis=1))
 
     def _from_truth(self) -> np.ndarray:
         return self.distances[np.arange(len(self.truth)), self.truth]
 
-    def _number(self, answer: int | str) -> int:
-        known = answer in self.answers or answer in range(len(self.answers))
-        require(known, f"answer={answer!r} is not one of {list(self.answers)}; give one of these, or its number")
-        return self.answers.index(answer) if isinstance(answer, str) else answer
-
 
 def guess(
     model: GeneralizedLinearModel,
-    X: Any,
-    y: Any,
+    X: object,
+    y: object,
     question: Question,
     sigma: float,
     *,
@@ -304,7 +280,7 @@ class BestAccuracy(NamedTuple):
 
     Attributes:
         value: [n].
-        error: The standard error of quasi-Monte Carlo, [n]; 0 for two and three answers.
+        error: Its standard error, [n]; 0 for two and three answers.
     """
 
     value: np.ndarray
@@ -367,54 +343,31 @@ def _bivariate_normal(h: np.ndarray, k: np.ndarray, correlation: np.ndarray) -> 
 
 
 def _of_many(distances: np.ndarray, prior: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    order = np.argsort(-prior, axis=1, kind="stable")
-    distances = np.take_along_axis(np.take_along_axis(distances, order[:, :, None], 1), order[:, None, :], 2)
-    prior = np.take_along_axis(prior, order, 1)
-
-    points = _normal_points(prior.shape[1] - 1)  # [scrambles, points, m − 1]
-    added = np.empty((len(prior), len(points)))
-    size = max(1, _CHUNK_NUMBERS // (points[..., 0].numel() * prior.shape[1]))
-    for start in range(0, len(prior), size):
-        rows = slice(start, start + size)
-        chances = torch.as_tensor(prior[rows]).clamp(min=_NEAR)
-        added[rows] = _added(_coordinates(distances[rows]), chances, points).numpy()
-    value = _of_three(distances[:, :3, :3], prior[:, :3]) + added.mean(axis=1)
-    return value, added.std(axis=1, ddof=1) / len(points) ** 0.5
-
-
-def _added(means: Tensor, prior: Tensor, points: Tensor) -> Tensor:
-    """Σ_{a>3} π_a E_a[(1 − max_{b<a} π_b p_b/(π_a p_a))₊] by every scrambled sequence, [rows, scrambles].
-
-    Args:
-        means: [rows, m, m − 1].
-        prior: [rows, m].
-        points: Standard normal, [scrambles, points, m − 1].
-    """
-    flat, log_prior = points.flatten(0, 1), prior.log()
-    result = means.new_zeros(len(means), len(points))
-    for a in range(3, prior.shape[1]):
-        apart = means[:, :a] - means[:, [a]]
-        odds = log_prior[:, :a] - log_prior[:, [a]] - apart.square().sum(dim=2) / 2
-        ratios = torch.baddbmm(odds[:, :, None], apart, flat.mT.expand(len(apart), -1, -1))  # logs, [rows, a, points]
-        gained = -torch.expm1(ratios.amax(dim=1).clamp(max=0))
-        result += prior[:, a, None] * gained.view(len(means), *points.shape[:2]).mean(dim=2)
-    return result
+    """The mean of the largest posterior under every answer, and its standard error, [n] each."""
+    m = prior.shape[1]
+    noise = torch.randn(_DRAWS, m - 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values, variances = [], []
+    size = max(1, _CHUNK_NUMBERS // (_DRAWS * m))
+    for d, chances in zip(torch.as_tensor(distances).split(size), torch.tensor(prior).split(size), strict=True):
+        means = _coordinates(d)  # [rows, m, m − 1]
+        offset = (chances.clamp(min=_NEAR).log() - means.square().sum(dim=2) / 2)[:, None]
+        value, variance = torch.zeros_like(chances[:, 0]), torch.zeros_like(chances[:, 0])
+        for a in range(m):
+            seen = means[:, a, None] + noise  # [rows, draws, m − 1]
+            largest = torch.softmax(seen @ means.mT + offset, dim=2).amax(dim=2)
+            value += chances[:, a] * largest.mean(dim=1)
+            variance += chances[:, a].square() * largest.var(dim=1) / _DRAWS
+        values.append(value)
+        variances.append(variance)
+    return torch.cat(values).numpy(), torch.cat(variances).sqrt().numpy()
 
 
-def _coordinates(distances: np.ndarray) -> Tensor:
+def _coordinates(distances: Tensor) -> Tensor:
     """Points with these distances, the widest direction first, [rows, m, m − 1].
 
     Distances far beyond what noise bridges are shortened, which keeps the digits of the others.
     """
-    squares = -(_FAR**4) * torch.expm1(-torch.as_tensor(distances / _FAR**2).square())
+    squares = -(_FAR**4) * torch.expm1(-(distances / _FAR**2).square())
     centred = squares - squares.mean(dim=1, keepdim=True)
     values, vectors = torch.linalg.eigh(-(centred - centred.mean(dim=2, keepdim=True)) / 2)
     return (vectors * values.clamp(min=0).sqrt()[:, None, :]).flip(2)[:, :, :-1]
-
-
-def _normal_points(dimensions: int) -> Tensor:
-    """Scrambled Sobol points, always the same, as normal numbers, [scrambles, points, dimensions]."""
-    sources = [torch.quasirandom.SobolEngine(dimensions, scramble=True, seed=seed) for seed in range(_SCRAMBLES)]
-    drawn = [source.draw(_POINTS, dtype=torch.float64) for source in sources]
-    # the middle of a point's cell, so none is 0
-    return torch.special.ndtri((torch.stack(drawn) + 2.0**-33).clamp(max=1 - 2.0**-33))

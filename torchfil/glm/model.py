@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -16,8 +15,8 @@ from torch import Generator, Tensor
 
 from torchfil.fisher.amplification import analytic_gaussian_epsilon
 from torchfil.glm import solver as solvers
-from torchfil.glm.fil import Kind, Release, Sensitivity, fisher_information_loss, mse_bound_from_fil, squared_loss_at
-from torchfil.glm.solver import Fit, Loss, MarginLoss, Objective, SoftmaxLoss, tangent_basis
+from torchfil.glm.fil import Kind, Release, Sensitivity, fisher_information_loss, mse_bound_from_fil
+from torchfil.glm.solver import Fit, Loss, MarginLoss, Objective, SoftmaxLoss
 from torchfil.utils.errors import installed_by, require
 from torchfil.utils.noise import NoiseSource
 from torchfil.utils.text import with_progress
@@ -27,10 +26,7 @@ with installed_by("glm", "torchfil.glm needs scikit-learn"):
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
 
 Attributes = Mapping[str, Sequence[Any] | slice]
-Reduce = Literal["max", "mean"] | float
-_GRID = 2**0.25  # between neighbouring σ: at most 19 % more noise than needed
 _DRAWS = 2**17  # of noise, for the mean of a score
-_MOST_VALUES = 1000  # values that may decide σ, so that its derivative is worthwhile
 
 
 class GeneralizedLinearModel(BaseEstimator):
@@ -67,20 +63,18 @@ class GeneralizedLinearModel(BaseEstimator):
         self.loss, self.l2, self.fit_intercept = loss, l2, fit_intercept
         self.tolerance, self.max_iterations, self.device = tolerance, max_iterations, device
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
+    def fit(self, X: object, y: object, sample_weight: object = None) -> Any:
         """Minimise to ``tolerance``.
 
         Raises:
-            SingularHessianError: Collinear columns with l2 = 0, by name or number.
+            SingularHessianError: Collinear columns with l2 = 0.
             NotConvergedError: No minimum was found (separable data with l2 = 0).
         """
         require(0 <= self.l2 < math.inf, f"l2={self.l2} must be a finite number ≥ 0")
         names = list(X.columns) if hasattr(X, "columns") else None
         objective = self._objective(X, y, sample_weight)
         num_inputs = objective.X.shape[1] - int(self.fit_intercept)
-        options: dict[str, Any] = {"tolerance": self.tolerance, "max_iterations": self.max_iterations}
-        columns = [*(names or range(num_inputs)), "intercept"]
-        self._fit = solvers.minimise(objective, names=columns, **options)
+        self._fit = solvers.minimise(objective, tolerance=self.tolerance, max_iterations=self.max_iterations)
 
         # FIL is about exactly these examples: their weights and penalty are kept to recognise them.
         self._training_weight, self._training_l2 = objective.sample_weight, objective.l2
@@ -97,23 +91,23 @@ class GeneralizedLinearModel(BaseEstimator):
             del self.feature_names_in_
         return self
 
-    def margin(self, X: Any) -> np.ndarray:
+    def margin(self, X: object) -> np.ndarray:
         """wᵀx, plus the intercept."""
         self._check_fitted()
         return as_array(X).astype(float) @ self.coef_.T + self.intercept_
 
-    def predict(self, X: Any) -> np.ndarray:
+    def predict(self, X: object) -> np.ndarray:
         """The margin; subclasses predict on the target's scale."""
         return self.margin(X)
 
-    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+    def score(self, X: object, y: object, sample_weight: object = None) -> float:
         """Minus the mean loss; subclasses have their field's usual score."""
         self._check_fitted()
         _, targets, weights = self._tensors(X, y, sample_weight)
         losses = self._loss().losses(self._tensor(self.margin(X))[:, None], targets)
         return -float((weights * losses).sum() / weights.sum())
 
-    def expected_score(self, X: Any, y: Any, sigma: float) -> float:
+    def expected_score(self, X: object, y: object, sigma: float) -> float:
         """The mean of :meth:`score` over the noise of a release w* + N(0, σ²I), for any σ ≥ 0: what noise costs.
 
         Noise on the weights moves each margin of row x by s z, with s = σ‖x‖ (with an intercept, σ sqrt(1 + ‖x‖²)) and
@@ -147,29 +141,24 @@ class GeneralizedLinearModel(BaseEstimator):
         with np.errstate(over="ignore"):
             return float(noisy.score(moved, np.tile(targets, copies)))
 
-    def release(
-        self, scale: float, generator: Generator | None = None, *, noise: Literal["gaussian", "laplace"] = "gaussian"
-    ) -> Tensor:
-        """The perturbed parameters, the intercept last: Gaussian of deviation σ or Laplace of scale b.
+    def release(self, sigma: float, generator: Generator | None = None) -> Tensor:
+        """The parameters plus N(0, σ²I), the intercept last.
 
-        The FIM of either is JᵀJ/scale²: a Laplace release of scale b carries the information 1/b² per coordinate. This
-        holds for a public scale: a scale computed from the data leaks, too, unless it is rounded (:meth:`sigma_for`).
-        The operating system seeds the noise, not ``torch.manual_seed``; ``generator`` is for tests, because whoever
-        knows its seed can subtract the noise.
+        The information JᵀJ/σ² holds for a public σ: one computed from the data leaks, too, unless it is rounded
+        (:meth:`sigma_for`). The operating system seeds the noise, not ``torch.manual_seed``; ``generator`` is for
+        tests, because whoever knows its seed can subtract the noise.
 
         Returns:
             [p]; [classes, p] for a softmax.
         """
         self._check_fitted()
-        require(scale > 0, f"scale={scale} must be positive: without noise the release gives everything away")
-        require(noise in ("gaussian", "laplace"), f"noise={noise!r} must be 'gaussian' or 'laplace'")
+        require(sigma > 0, f"sigma={sigma} must be positive: without noise the release gives everything away")
         w, generator = self._parameters().cpu(), generator or NoiseSource().generator(torch.device("cpu"))
-        if noise == "gaussian":
-            return w + scale * torch.randn(w.shape, generator=generator, dtype=w.dtype)
-        uniform = torch.rand(w.shape, generator=generator, dtype=w.dtype) - 0.5
-        return w - scale * uniform.sign() * torch.log1p(-2 * uniform.abs())
+        return w + sigma * torch.randn(w.shape, generator=generator, dtype=w.dtype)
 
-    def sensitivity(self, X: Any, y: Any, *, private_target: bool = True, sample_weight: Any = None) -> Sensitivity:
+    def sensitivity(
+        self, X: object, y: object, *, private_target: bool = True, sample_weight: object = None
+    ) -> Sensitivity:
         """The minimiser's dependence on the training examples (X, y), as fitted (same columns, same weights).
 
         Guarantees:
@@ -183,7 +172,7 @@ class GeneralizedLinearModel(BaseEstimator):
         objective, fit = self._as_fitted(X, y, sample_weight), self._fit
         return Sensitivity.build(*objective.data, fit.weights, fit.hessian, self.n_features_in_, private_target)
 
-    def _as_fitted(self, X: Any, y: Any, sample_weight: Any) -> Objective:
+    def _as_fitted(self, X: object, y: object, sample_weight: object) -> Objective:
         """The objective of the fit on its training examples (X, y), checked."""
         self._check_fitted()
         objective = replace(self._objective(X, y, sample_weight), l2=self._training_l2)
@@ -203,8 +192,8 @@ class GeneralizedLinearModel(BaseEstimator):
 
     def fil(
         self,
-        X: Any,
-        y: Any,
+        X: object,
+        y: object,
         sigma: float = 1.0,
         attributes: Attributes | None = None,
         groups: Sequence[Hashable] | None = None,
@@ -212,14 +201,14 @@ class GeneralizedLinearModel(BaseEstimator):
         kind: Kind = "spectral",
         *,
         one_hot: bool = False,
-        sample_weight: Any = None,
+        sample_weight: object = None,
     ) -> Any:
         """Fisher information loss of releasing w* + N(0, σ²I): η per example, attribute, group, or for all.
 
         Args:
             X: The training inputs, [n, d].
             y: The training targets, [n].
-            sigma: σ (or the scale b of a Laplace release), public or rounded; see :meth:`sigma_for`.
+            sigma: σ, public or rounded; see :meth:`sigma_for`.
             attributes: {name: columns (numbers, names or a slice)}; gives η of each attribute set for every example.
             groups: One label per example; gives η of each group of examples together. One label for everybody, e.g.
                 ``["all"] * n``, gives η of the whole data set.
@@ -235,7 +224,7 @@ class GeneralizedLinearModel(BaseEstimator):
         sensitivity = self.sensitivity(X, y, private_target=private_target, sample_weight=sample_weight)
         return fisher_information_loss([Release(sensitivity, sigma)], self._numbered(attributes), groups, kind, one_hot)
 
-    def mse_bound(self, X: Any, y: Any, sigma: float = 1.0, **options: Any) -> Any:
+    def mse_bound(self, X: object, y: object, sigma: float = 1.0, **options: Any) -> Any:
         """1/η̄² of :meth:`fil` with ``kind="trace"``, with the same options and shapes.
 
         This is the least mean squared error per private coordinate, over the noise, of an unbiased attacker who sees
@@ -244,52 +233,24 @@ class GeneralizedLinearModel(BaseEstimator):
         """
         return mse_bound_from_fil(self.fil(X, y, sigma, kind="trace", **options))
 
-    def sigma_for(
-        self, X: Any, y: Any, target_eta: float, *, reduce: Reduce = "max", grid: float | None = _GRID, **options: Any
-    ) -> float:
-        """The σ at which the largest ("max"), mean, or a quantile (a number in (0, 1)) of η is at most ``target_eta``.
+    def sigma_for(self, X: object, y: object, target_eta: float, **options: Any) -> float:
+        """The σ at which the largest η is at most ``target_eta``, rounded up to a public grid, the powers of 2^(1/4).
 
-        σ is rounded up to a public grid, the powers of 2^(1/4): at most 19 % more noise than needed. A σ that is
-        computed from the data and released unrounded leaks, too; see :func:`information_of_choice`.
+        This is at most 19 % more noise than needed. A σ that is computed from the data and released unrounded leaks,
+        too.
 
         Args:
             X: The training inputs, [n, d].
             y: The training targets, [n].
             target_eta: The target η.
-            reduce: How to combine all values of :meth:`fil`.
-            grid: The factor between neighbouring σ of the grid; None: no rounding, and a warning that says how much the
-                choice itself leaks.
             **options: Options of :meth:`fil`, including ``attributes`` and ``groups``.
         """
         require(target_eta > 0, f"target_eta={target_eta} must be positive")
         eta = self.fil(X, y, 1.0, **options)
-        values = np.concatenate([np.atleast_1d(v) for v in eta.values()]) if isinstance(eta, dict) else eta
-        decide = values_that_decide(values, reduce)
-        sigma = float(sum(weight * values[place] for place, weight in decide.items()) / target_eta)
-        if grid is not None:
-            return round_up(sigma, grid)
-        self._warn_of_choice(X, y, sigma, values / sigma, decide, options)
-        return sigma
+        largest = max(np.max(each) for each in eta.values()) if isinstance(eta, dict) else eta.max()
+        return round_up(float(largest) / target_eta)
 
-    def _warn_of_choice(
-        self, X: Any, y: Any, sigma: float, eta: np.ndarray, decide: Mapping[int, float], options: Mapping[str, Any]
-    ) -> None:
-        """Warn how much a σ computed from the data reveals, if few enough values decide it."""
-        how_much = ""
-        if len(decide) <= _MOST_VALUES and len(X) == len(self._training_weight):
-            settings: dict[str, Any] = {"private_target": True, "num_inputs": self.n_features_in_, **options}
-            settings["attributes"] = self._numbered(settings.get("attributes"))
-            settings.pop("sample_weight", None)
-            squares = information_of_choice(self._as_fitted(X, y, None), self._fit.weights, decide, **settings)
-            true = np.sqrt(eta**2 + 2 * self._parameters().numel() * squares).max()
-            how_much = f": with it the largest η is up to {true:.3g}, without it {eta.max():.3g}"
-        warnings.warn(
-            f"sigma={sigma:.6g} was computed from the private data; released unrounded, it leaks itself{how_much}. "
-            "Round it up to a public grid (grid=2**0.25, the default), or choose it without the data",
-            stacklevel=3,
-        )
-
-    def sigma_for_dp(self, X: Any, epsilon: float, delta: float) -> float:
+    def sigma_for_dp(self, X: object, epsilon: float, delta: float) -> float:
         """The σ that makes the release (ε, δ)-differentially private (replace one), analytic Gaussian mechanism.
 
         Sensitivity 2L/(nλ) (Chaudhuri et al. 2011), for an L-Lipschitz loss, ‖x‖ ≤ 1, λ > 0, equal weights and no
@@ -321,7 +282,7 @@ class GeneralizedLinearModel(BaseEstimator):
             low, high = (middle, high) if analytic_gaussian_epsilon(middle, delta) > epsilon else (low, middle)
         return high * 2 * loss.lipschitz / (n * self.l2)
 
-    def _objective(self, X: Any, y: Any, sample_weight: Any) -> Objective:
+    def _objective(self, X: object, y: object, sample_weight: object) -> Objective:
         inputs, targets, weights = self._tensors(X, y, sample_weight)
         penalised = torch.ones_like(inputs[0])
         penalised[len(penalised) - int(self.fit_intercept) :] = 0
@@ -358,12 +319,12 @@ class GeneralizedLinearModel(BaseEstimator):
             return values.detach().to(self.device, torch.float64)
         return torch.as_tensor(np.require(values, np.float64, ["C", "W"]), device=self.device)
 
-    def _targets(self, y: Any) -> Tensor:
+    def _targets(self, y: object) -> Tensor:
         return self._tensor(y)
 
-    def _tensors(self, X: Any, y: Any, sample_weight: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _tensors(self, X: object, y: object, sample_weight: object) -> tuple[Tensor, Tensor, Tensor]:
         inputs = self._tensor(X)
-        shape = np.shape(y)
+        shape = as_array(y).shape
         table = inputs.ndim == 2 and shape == inputs.shape[:1] and len(inputs) > 0
         require(table, f"X must be [n, d] and y [n], got {tuple(inputs.shape)} and {shape}")
         targets = self._targets(y)
@@ -391,7 +352,7 @@ class Composition:
     the largest and the sum of the single ones; it is computed exactly.
 
     Args:
-        releases: Pairs of a fitted model and the σ (or Laplace scale) of its release.
+        releases: Pairs of a fitted model and the σ of its release.
 
     Example:
         >>> import numpy as np
@@ -416,8 +377,8 @@ class Composition:
 
     def fil(
         self,
-        X: Any,
-        y: Any,
+        X: object,
+        y: object,
         attributes: Attributes | None = None,
         groups: Sequence[Hashable] | None = None,
         private_target: bool = True,
@@ -442,12 +403,12 @@ class Composition:
         columns = self.releases[0][0]._numbered(attributes)
         return fisher_information_loss([Release(*pair) for pair in made], columns, groups, kind, one_hot)
 
-    def mse_bound(self, X: Any, y: Any, **options: Any) -> Any:
+    def mse_bound(self, X: object, y: object, **options: Any) -> Any:
         """1/η̄² for all releases together, for an unbiased attacker; as :meth:`GeneralizedLinearModel.mse_bound`."""
         return mse_bound_from_fil(self.fil(X, y, kind="trace", **options))
 
 
-def _check_names(X: Any, fitted: Sequence[Any]) -> None:
+def _check_names(X: object, fitted: Sequence[Any]) -> None:
     """Refuse a table whose columns have other names, or another order, than in the fit."""
     given = list(getattr(X, "columns", ()))
     if not (given and fitted and all(isinstance(name, str) for name in [*given, *fitted])) or given == fitted:
@@ -511,7 +472,7 @@ class _Classifier(ClassifierMixin, _OwnLoss):
 
     score_name = "accuracy"
 
-    def decision_function(self, X: Any) -> np.ndarray:
+    def decision_function(self, X: object) -> np.ndarray:
         """The margins, [n], or the logits, [n, classes]."""
         return self.margin(X)
 
@@ -521,18 +482,18 @@ class LogisticRegression(_Classifier):
 
     loss = solvers.LOGISTIC
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
+    def fit(self, X: object, y: object, sample_weight: object = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets must be 0 or 1."""
         values = np.unique(as_array(y).astype(float))
         require(set(values.tolist()) <= {0.0, 1.0}, f"logistic targets must be 0 or 1, got {values[:5].tolist()}")
         self.classes_ = np.array([0, 1])
         return super().fit(X, y, sample_weight)
 
-    def predict_proba(self, X: Any) -> np.ndarray:
+    def predict_proba(self, X: object) -> np.ndarray:
         """The probabilities of 0 and 1, [n, 2]."""
         return special.expit(self.margin(X)[:, None] * [-1.0, 1.0])
 
-    def predict(self, X: Any) -> np.ndarray:
+    def predict(self, X: object) -> np.ndarray:
         """0 or 1."""
         return (self.margin(X) > 0).astype(int)
 
@@ -549,18 +510,18 @@ class SoftmaxRegression(_Classifier):
         intercept_: [classes].
     """
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
+    def fit(self, X: object, y: object, sample_weight: object = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets are labels."""
         classes = np.unique(as_array(y))
         require(len(classes) >= 2, f"a classifier needs at least 2 classes, y holds {classes.tolist()}")
         self.classes_ = classes
         return super().fit(X, y, sample_weight)
 
-    def predict_proba(self, X: Any) -> np.ndarray:
+    def predict_proba(self, X: object) -> np.ndarray:
         """The classes' probabilities, [n, classes]."""
         return special.softmax(self.margin(X), axis=1)
 
-    def predict(self, X: Any) -> np.ndarray:
+    def predict(self, X: object) -> np.ndarray:
         """The most likely label."""
         return self.classes_[self.margin(X).argmax(axis=1)]
 
@@ -570,7 +531,7 @@ class SoftmaxRegression(_Classifier):
     def _num_margins(self) -> int:
         return len(self.classes_) - 1
 
-    def _targets(self, y: Any) -> Tensor:
+    def _targets(self, y: object) -> Tensor:
         labels = as_array(y)
         unknown = np.setdiff1d(labels, self.classes_).tolist()
         require(not unknown, f"labels {unknown} are not among the classes {self.classes_.tolist()}")
@@ -587,17 +548,17 @@ class PoissonRegression(RegressorMixin, _OwnLoss):
     loss = solvers.POISSON
     score_name = "D²"
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
+    def fit(self, X: object, y: object, sample_weight: object = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets must not be negative."""
         smallest = np.min(as_array(y).astype(float), initial=0)
         require(smallest >= 0, f"Poisson targets are counts; the smallest is {smallest:g}")
         return super().fit(X, y, sample_weight)
 
-    def predict(self, X: Any) -> np.ndarray:
+    def predict(self, X: object) -> np.ndarray:
         """The expected count e^m."""
         return np.exp(self.margin(X))
 
-    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+    def score(self, X: object, y: object, sample_weight: object = None) -> float:
         """D², the share of the deviance explained."""
         from sklearn.metrics import d2_tweedie_score
 
@@ -632,8 +593,8 @@ class IRFIL:
 
 def iteratively_reweighted_fil(
     model: GeneralizedLinearModel,
-    X: Any,
-    y: Any,
+    X: object,
+    y: object,
     *,
     rounds: int = 15,
     groups: Literal["class"] | Sequence[Hashable] | None = None,
@@ -667,7 +628,7 @@ def iteratively_reweighted_fil(
     """
     require(rounds >= 1, f"rounds={rounds} must be at least 1")
     require(0 <= clamp[0] <= 1 <= clamp[1], f"clamp={clamp} must hold 1, the mean weight, and no negative number")
-    n = len(y)
+    n = len(as_array(y))
     by_class = isinstance(groups, str) and groups == "class"
     labels = as_array(y if by_class else np.arange(n) if groups is None else groups)
     require(len(labels) == n, f"groups must give one label per example: {len(labels)} for {n}")
@@ -699,117 +660,15 @@ def iteratively_reweighted_fil(
     return IRFIL(reweighted, weights, np.stack(etas), np.asarray(spread), converged)
 
 
-# ---------------------------------------------------------------------- the information of a chosen σ
+def round_up(sigma: float) -> float:
+    """The smallest power of 2^(1/4) that is at least σ.
 
-# A release N(w*, σ²I_p) whose σ depends on the data has the Fisher information
-#
-#     I = JᵀJ/σ² + 2p ∇log σ ∇log σᵀ,
-#
-# where :meth:`GeneralizedLinearModel.fil` computes only the first term. Rounded up to a grid of powers, σ is constant
-# almost everywhere, and the second term vanishes. (Near a step of the grid, a change of one example can still move σ to
-# the next power; the coarser the grid, the rarer this is.) ∇log η of the deciding example comes from autograd:
-# directly, and through the minimiser, dw* = −H⁻¹ d∇L.
-
-
-def round_up(sigma: float, grid: float) -> float:
-    """The smallest power of ``grid`` that is at least σ.
+    On this grid σ is constant almost everywhere, so that it tells nothing about single examples. Unrounded, it would
+    add 2p ∇log σ ∇log σᵀ to the information, p the number of weights.
 
     Example:
-        >>> round_up(0.3, grid=2.0)
-        0.5
+        >>> round_up(0.3)
+        0.3535533905932738
     """
-    require(1 < grid < math.inf, f"grid={grid}, the factor between neighbouring σ, must be above 1; None: no rounding")
-    step = math.log2(grid)
-    number = math.ceil(math.log2(sigma) / step)
-    return float(2.0 ** (number * step if 2.0 ** (number * step) >= sigma else (number + 1) * step))
-
-
-def values_that_decide(values: np.ndarray, reduce: str | float) -> dict[int, float]:
-    """{k: weight} such that Σ_k weight_k value_k is the largest value ("max"), the mean, or a quantile.
-
-    Example:
-        >>> values_that_decide(np.array([1.0, 5.0, 2.0]), 0.75)
-        {2: 0.5, 1: 0.5}
-    """
-    if reduce == "max":
-        return {int(values.argmax()): 1.0}
-    if reduce == "mean":
-        return dict.fromkeys(range(len(values)), 1 / len(values))
-    if not (isinstance(reduce, float) and 0 < reduce < 1):
-        raise ValueError(f"reduce={reduce!r} must be 'max', 'mean' or a quantile in (0, 1)")
-    order, place = np.argsort(values, kind="stable"), reduce * (len(values) - 1)
-    low = int(place)
-    weights = {int(order[low]): 1 - (place - low)}
-    return weights if place == low else {**weights, int(order[low + 1]): place - low}
-
-
-def information_of_choice(
-    objective: Objective,
-    weights: Tensor,
-    decide: Mapping[int, float],
-    attributes: Mapping[str, Sequence[int]] | None = None,
-    groups: Sequence[Hashable] | None = None,
-    kind: Kind = "spectral",
-    one_hot: bool = False,
-    *,
-    num_inputs: int,
-    private_target: bool,
-) -> np.ndarray:
-    """The most that ∇log σ ∇log σᵀ adds to η² of each value of ``fil``, in its order, divided by 2p.
-
-    This is ‖∇log σ‖² over the private coordinates of the example, attribute or group; with ``kind="trace"``, divided by
-    their number.
-
-    Args:
-        objective: The objective of the fit, with the training data.
-        weights: U*, [p, K].
-        decide: σ is proportional to Σ weight·η over these values.
-        attributes: As in ``fil``, by column numbers.
-        groups: As in ``fil``.
-        kind: As in ``fil``.
-        one_hot: As in ``fil``.
-        num_inputs: d.
-        private_target: Whether targets are private.
-    """
-    n = len(objective.X)
-    members = list(dict.fromkeys(groups)) if groups is not None else None
-    parts: list[Sequence[int] | None] = [None] if attributes is None else list(attributes.values())
-
-    def eta(sensitivity: Sensitivity, value: int) -> Tensor:
-        if groups is not None and members is not None:
-            rows = torch.tensor([row for row, label in enumerate(groups) if label == members[value]])
-            return squared_loss_at(sensitivity, rows, None, kind, one_hot).sqrt()
-        return squared_loss_at(sensitivity, value % n, parts[value // n], kind, one_hot).sqrt()
-
-    def chosen(sensitivity: Sensitivity) -> Tensor:
-        return torch.stack([weight * eta(sensitivity, value) for value, weight in decide.items()]).sum()
-
-    by_inputs, by_targets = _log_gradient(objective, weights, chosen, num_inputs, private_target)
-    whole = torch.cat([by_inputs, by_targets], dim=1)
-    of_examples = [(whole if part is None else by_inputs[:, list(part)]).square() for part in parts]
-    if groups is not None and members is not None:
-        of_examples = [of_examples[0][[label == member for label in groups]].flatten()[None] for member in members]
-    sums = torch.cat([part.sum(dim=1) / (part.shape[1] if kind == "trace" else 1) for part in of_examples])
-    return sums.cpu().numpy()
-
-
-def _log_gradient(
-    objective: Objective, weights: Tensor, value: Callable[[Sensitivity], Tensor], num_inputs: int, private_target: bool
-) -> tuple[Tensor, Tensor]:
-    """∇log of a function of the sensitivity, with respect to every example's inputs, [n, d], and target, [n, t]."""
-    X, y, w = (part.detach().clone().requires_grad_() for part in (objective.X, objective.y, weights))
-    moved = replace(objective, X=X, y=y)
-    with torch.enable_grad():
-        hessian = moved.hessian(w)
-        logarithm = value(Sensitivity.build(*moved.data, w, hessian, num_inputs, private_target)).log()
-        direct_x, direct_y, by_weights = torch.autograd.grad(logarithm, (X, y, w), materialize_grads=True)
-
-        # through the minimiser: −(∂∇L)ᵀ H⁻¹ ∂/∂w
-        pushed = torch.linalg.solve(hessian.detach(), by_weights.flatten()).view_as(w)
-        through_x, through_y = torch.autograd.grad((moved.gradient(w) * pushed).sum(), (X, y), materialize_grads=True)
-
-    by_targets = direct_y - through_y
-    if by_targets.ndim == 2:  # a point of the simplex moves within it
-        by_targets = by_targets @ tangent_basis(by_targets.shape[1]).to(by_targets)
-    by_targets = by_targets.view(len(X), -1)
-    return (direct_x - through_x)[:, :num_inputs], by_targets if private_target else by_targets[:, :0]
+    number = math.ceil(4 * math.log2(sigma))
+    return float(2.0 ** (number / 4 if 2.0 ** (number / 4) >= sigma else (number + 1) / 4))

@@ -10,16 +10,14 @@ b′, a′ at (x′, y′):
 Without example i the penalty is (n − 1)λ: H is then smaller by λP, and g by λPw*, the same for every example.
 
 Δ = −H′⁻¹g is exact for least squares, in O(p²) per example. For other losses it is a Newton step. More steps with the
-same H′ follow: first, if p³ numbers are few, with the gradient of the other examples to second order, HΔ + ½T[Δ, Δ], T
-the third derivative at w*; then with the true gradient at w* + Δ, many examples in one matrix product, until the steps
-no longer matter.
+same H′ follow, with the true gradient at w* + Δ, many examples in one matrix product, until the steps no longer matter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,8 +32,6 @@ if TYPE_CHECKING:
 
 _CHUNK_NUMBERS = 2**23  # margins computed at a time
 _CHUNK_ARRAYS = 16
-_THIRD_NUMBERS = 2**21  # the most entries of the third derivative
-_SURROGATE_STEPS = 2
 _MOST_STEPS = 30
 _SINGULAR = 1e-9  # below this det H′ / det H, the minimiser counts as not unique
 
@@ -56,7 +52,7 @@ class GLMView(Objective):
     num_inputs: int
 
     @classmethod
-    def build(cls, model: GeneralizedLinearModel, X: Any, y: Any) -> GLMView:
+    def build(cls, model: GeneralizedLinearModel, X: object, y: object) -> GLMView:
         """From a fitted model and its training set, with the weights of that fit.
 
         Raises:
@@ -113,7 +109,6 @@ def minimiser_changes(
 
     # One step is exact for least squares; other losses need the margins of all examples for each further step.
     exact = view.loss.name == "squared"
-    third = None if exact or p**3 > _THIRD_NUMBERS else _third_derivative(view)
     size = n if exact else max(1, numbers_at_once(view.X.device, _CHUNK_NUMBERS, _CHUNK_ARRAYS) // n)
     for number, alternative in enumerate(with_progress(alternatives, progress, "refits")):
         base = _Base(view, alternative)
@@ -121,7 +116,7 @@ def minimiser_changes(
         for rows in chosen.split(size) if len(chosen) else ():
             update = _Update(view, base, rows)
             change = update.step(update.own_gradient(view, torch.zeros_like(update.new)))
-            result[rows, number] = change if exact else _refined(view, update, change, third, limit)
+            result[rows, number] = change if exact else _refined(view, update, change, limit)
     return result
 
 
@@ -174,33 +169,19 @@ class _Update:
         return new[:, None] * self.new - old[:, None] * self.old + self.base.ridge_change * weights
 
 
-def _third_derivative(view: GLMView) -> Tensor:
-    """T = Σ ω_j ℓ‴_j x_j ⊗ x_j ⊗ x_j at w*, [p, p²]."""
-    with torch.enable_grad():
-        margin = (view.X @ view.weights).requires_grad_()
-        (third,) = torch.autograd.grad(view.loss.second(margin, view.y).sum(), margin)
-    weighted = (view.sample_weight * third)[:, None] * view.X
-    return torch.cat([(view.X * column[:, None]).mT @ weighted for column in view.X.mT], dim=1)
-
-
-def _refined(view: GLMView, update: _Update, change: Tensor, third: Tensor | None, limit: float) -> Tensor:
+def _refined(view: GLMView, update: _Update, change: Tensor, limit: float) -> Tensor:
     """Newton steps with the Hessian of the first step, until the next would be below the limit for every example.
 
     The first step divided by the change before it gives the rate at which steps shrink.
     """
     before = change.abs().amax(dim=1).clamp(min=1e-300)
     rate: Tensor | None = None
-    for number in range(-_SURROGATE_STEPS if third is not None else 0, _MOST_STEPS):
-        if number < 0 and third is not None:
-            quadratic = ((change @ third).view(len(change), -1, change.shape[1]) @ change[:, :, None])[:, :, 0]
-            gradient = change @ view.fit_hessian + 0.5 * quadratic
-        else:
-            gradient = view.gradients(view.weights + change)
-        step = update.step(gradient + update.own_gradient(view, change))
+    for _ in range(_MOST_STEPS):
+        step = update.step(view.gradients(view.weights + change) + update.own_gradient(view, change))
         change = change + step
         size = step.abs().amax(dim=1)
         rate = size / before if rate is None else rate
-        if number >= 0 and bool((size * rate <= limit).all()):
+        if bool((size * rate <= limit).all()):
             return change
     worst = int(update.rows[size.argmax()])
     lost = f"the minimiser with example {worst} changed was not found to {limit:.2g} in {_MOST_STEPS} Newton steps"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
-from scipy import linalg
 from torch import Tensor
 from torch.func import grad, vmap
 
@@ -228,7 +227,7 @@ class Fit:
     iterations: int
 
 
-def minimise(objective: Objective, *, tolerance: float, max_iterations: int, names: Sequence[Any] = ()) -> Fit:
+def minimise(objective: Objective, *, tolerance: float, max_iterations: int) -> Fit:
     """The minimiser, by Newton's method with backtracking.
 
     It counts as found when the gradient is below the tolerance and the next Newton step would not matter: on separable
@@ -239,10 +238,9 @@ def minimise(objective: Objective, *, tolerance: float, max_iterations: int, nam
         tolerance: Stop if the gradient's entries over n are below this, or below this share of the size of their terms
             if that exceeds 1 (columns in metres and dollars).
         max_iterations: The largest number of Newton steps.
-        names: The columns' names, for messages.
 
     Raises:
-        SingularHessianError: Collinear columns without regularisation; the message names them.
+        SingularHessianError: Collinear columns without regularisation.
         NotConvergedError: The tolerance was not reached (separable data without regularisation).
     """
     n, p = objective.X.shape
@@ -252,7 +250,7 @@ def minimise(objective: Objective, *, tolerance: float, max_iterations: int, nam
         gradient = objective.gradient(weights)
         size = float((gradient.abs() / (objective.gradient_terms(weights) / n).clamp(min=1)).max()) / n
         hessian = objective.hessian(weights)
-        factor = _factor(hessian, objective, names)
+        factor = _factor(hessian, objective.l2)
         step = torch.cholesky_solve(gradient.flatten()[:, None], factor).view_as(weights)
         if size <= tolerance and float(step.abs().max()) <= 1e-5 * (1 + float(weights.abs().max())):
             return Fit(weights, hessian, float(gradient.abs().max()) / n, iteration)
@@ -270,44 +268,21 @@ def minimise(objective: Objective, *, tolerance: float, max_iterations: int, nam
         value = float(objective.value(weights))
         if not np.isfinite(value) or not float(objective.margins_over_targets(weights)) <= _LARGEST_MARGIN:
             break
-    raise NotConvergedError(_why_not_converged(objective, weights, step, size, tolerance, iteration))
-
-
-def _why_not_converged(
-    objective: Objective, weights: Tensor, step: Tensor, size: float, tolerance: float, iteration: int
-) -> str:
-    what = f"the {objective.loss.name} model did not converge: after {iteration} Newton steps"
-    if size <= tolerance or not float(objective.margins_over_targets(weights)) <= _LARGEST_MARGIN:
-        remedy = "Set l2 > 0" if objective.l2 == 0 else "The intercept has no penalty: leave it out, or raise l2"
-        return (
-            f"{what} the weights (up to {float(weights.abs().max()):.2g}) still move by {float(step.abs().max()):.2g}: "
-            f"they diverge, as on separable data, where l2={objective.l2:g} leaves no minimum. {remedy}"
-        )
-    separable = objective.l2 == 0 and objective.loss.lipschitz is not None
-    remedy = "Set l2 > 0 (separable data have no minimum), or raise" if separable else "Raise"
-    return (
-        f"{what} the gradient is {size:.2g}, above tolerance={tolerance:g}. {remedy} max_iterations; if columns or "
-        "targets are of very different size, scale them, or raise tolerance"
+    raise NotConvergedError(
+        f"the {objective.loss.name} model did not converge: after {iteration} Newton steps the gradient is {size:.2g} "
+        f"(tolerance={tolerance:g}), and the weights still move by {float(step.abs().max()):.2g}. On separable data "
+        f"l2={objective.l2:g} leaves no minimum: set l2 > 0, and leave out the intercept, which has no penalty. "
+        "Otherwise raise max_iterations; if columns or targets are of very different size, scale them"
     )
 
 
-def _factor(hessian: Tensor, objective: Objective, names: Sequence[Any]) -> Tensor:
+def _factor(hessian: Tensor, l2: float) -> Tensor:
     """The Cholesky factor of the Hessian, which must be regular whatever the columns' scales."""
     scale = hessian.diagonal().clamp(min=1e-300).sqrt()
     pivots, failed = torch.linalg.cholesky_ex(hessian / scale / scale[:, None])
     if int(failed) == 0 and float(pivots.diagonal().min()) > 1e-6:
         return scale[:, None] * pivots
-    columns = _dependent_columns(objective.X)
-    named = [names[column] if column < len(names) else column for column in columns]
-    why = "the loss is flat in some direction, as on separable data: set l2 > 0"
-    if columns:
-        why = f"columns {named} are linear combinations of others: drop them (one level of a one-hot), or set l2 > 0"
-    raise SingularHessianError(f"the minimiser is not unique at l2={objective.l2:g}, because {why}")
-
-
-def _dependent_columns(X: Tensor) -> list[int]:
-    scale = torch.linalg.vector_norm(X, dim=0).clamp(min=1e-300)
-    _, triangle, order = linalg.qr((X / scale).cpu().numpy(), mode="economic", pivoting=True)
-    size = np.abs(np.diag(triangle))
-    rank = int((size > 1e-6 * max(size[0], 1e-300)).sum()) if len(size) else 0
-    return sorted(int(column) for column in order[rank:])
+    raise SingularHessianError(
+        f"the minimiser is not unique at l2={l2:g}: columns are linear combinations of others (drop one level of a "
+        "one-hot), or the data are separable. Drop columns, or set l2 > 0"
+    )

@@ -7,16 +7,10 @@ a factor of 1,000.
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
-import os
 import re
 import shlex
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,31 +34,8 @@ FALSE_POSITIVE_RATE = 0.01  # the false-positive rate for the true-positive rate
 
 MISSING = ("", "?", "na", "n/a", "nan", "null", "none")
 MOST_LEVELS = 10_000
-_PIECE = 10_000  # rows that are parsed at a time: Python's own texts take ten times the memory of pandas' columns
 _MOST_ANSWERS = 12
 _LIKE_NUMBERS = re.compile(r"[+-]?\d[\d.,' ]*([eE][+-]?\d+)?")  # digits with separators of any kind
-
-
-@dataclass(frozen=True)
-class Format:
-    """How a table is written.
-
-    Attributes:
-        encoding: Python's name of the encoding.
-        separator: The separator between columns, one character.
-        decimal: "." or ",".
-
-    Example:
-        >>> str(Format("cp1252", ";", ","))
-        "cp1252, separator ';', decimal sign ','"
-    """
-
-    encoding: str
-    separator: str
-    decimal: str
-
-    def __str__(self) -> str:
-        return f"{self.encoding}, separator {self.separator!r}, decimal sign {self.decimal!r}"
 
 
 @dataclass(frozen=True)
@@ -80,7 +51,6 @@ class EncodedTable:
         levels: Each one-hot attribute's levels; the first one has no column.
         ids: The names of the rows: an entry each, or their number from 0, [n].
         groups: The rows' labels by each grouping column, [n] texts; "(none)" for a missing entry.
-        format: How the file is written.
         left_out: How many rows were left out because they miss an entry.
         few_values: Columns of 3 to 12 different whole numbers, which could be codes, and their number of values.
     """
@@ -93,13 +63,12 @@ class EncodedTable:
     levels: dict[str, tuple[str, ...]]
     ids: list[str | int]
     groups: dict[str, np.ndarray]
-    format: Format
     left_out: int
     few_values: dict[str, int]
 
 
 def read_table(
-    path: str | os.PathLike[str],
+    path: Path,
     target: str,
     *,
     categorical: Sequence[str] = (),
@@ -111,7 +80,7 @@ def read_table(
     separator: str = ",",
     decimal: str = ".",
 ) -> EncodedTable:
-    """The rows of a CSV file, gzipped or not, as numbers; a column without numbers, or with only a few, is categorical.
+    """The rows of a CSV file, gzipped (.gz) or not, as numbers; a column without or with few numbers is categorical.
 
     Args:
         path: The file; its first line names the columns.
@@ -130,11 +99,7 @@ def read_table(
             column does not exist, has only one value, misses entries, or has some entries that are not numbers although
             most are, or look like some. The target is left out or categorical, or is the only column.
     """
-    separator = {"\\t": "\t", "tab": "\t"}.get(separator, separator)
-    one = len(separator) == 1 and separator not in '"\r\n'
-    require(one, f"--separator {separator!r} must be one character, or 'tab'")
-    table, lines = _read_entries(path, _read_text(path, encoding), separator)
-    form = Format(encoding, separator, decimal)
+    table = _read_entries(path, encoding, separator)
     rows = len(table)
 
     # what each column is for
@@ -150,21 +115,17 @@ def read_table(
     groups = {name: _labels(table[name]) for name in group}
 
     # numbers, and the texts that become one-hot
-    for name in (*inputs, target):
-        if name not in categorical:
-            table[name] = _numbers_or_texts(table[name], form, lines)
+    for name in [each for each in (*inputs, target) if each not in categorical]:
+        table[name] = _numbers_or_texts(table[name], decimal)
     texts = [name for name in (*inputs, target) if table[name].dtype != float]
     counts = table[[*inputs, target]].nunique()
-    _check_counts(table, counts, inputs, [name for name in texts if name != target])
-    classes = target not in texts or counts[target] <= MOST_LEVELS
-    require(classes, f"the target {target!r} has more than {MOST_LEVELS:,} different texts: these are no classes")
+    _check_counts(table, counts, inputs, texts)
     numbers = [name for name in inputs if name not in texts]
     few = {name: int(counts[name]) for name in numbers if 3 <= counts[name] <= 12 and (table[name] % 1 == 0).all()}
 
     columns, attributes, levels, X = _one_hot(table, inputs, texts)
     y = table[target].to_numpy(dtype=object).astype(str) if target in texts else table[target].to_numpy()
-    dropped = rows - len(table)
-    return EncodedTable(X, y, target, columns, attributes, levels, ids, groups, form, dropped, few)
+    return EncodedTable(X, y, target, columns, attributes, levels, ids, groups, rows - len(table), few)
 
 
 def _check_column(name: str, names: Sequence[str]) -> None:
@@ -172,58 +133,38 @@ def _check_column(name: str, names: Sequence[str]) -> None:
     require(name in names, f"there is no column {name!r}{nearest(name, names)}")
 
 
-def _read_text(path: str | os.PathLike[str], encoding: str) -> str:
-    """A file's text, gzipped or not."""
-    content = Path(path).read_bytes()
-    if content.startswith(b"\x1f\x8b"):
-        try:
-            content = gzip.decompress(content)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path} is a gzip file that is truncated or damaged ({error}); copy it again") from error
+def _read_entries(path: Path, encoding: str, separator: str) -> pandas.DataFrame:
+    """All entries as texts, by row number and column name; a missing one is empty."""
     try:
-        return content.decode(encoding)
+        table = pandas.read_csv(
+            path,
+            header=None,  # with a line of names, pandas would take entries beyond them for an index
+            dtype=str,
+            keep_default_na=False,
+            sep={"\\t": "\t", "tab": "\t"}.get(separator, separator),
+            skipinitialspace=separator != " ",
+            encoding=encoding,
+            encoding_errors="strict",
+        )
+    except (pandas.errors.EmptyDataError, pandas.errors.ParserError) as error:
+        raise ValueError(f"{path} is not a CSV file: {error}; see to its quotes and --separator") from error
     except LookupError as error:
         raise ValueError(f"--encoding {encoding!r} is no encoding that Python knows, such as cp1252") from error
     except UnicodeError as error:
         other = "if it is a table in another encoding, name that: --encoding cp1252 (Windows) or utf-16"
         raise ValueError(f"{path} is not text in {encoding}; {other}") from error
-
-
-def _lines(text: str, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """The rows as (line of the file at which the row ends, from 1; its entries), the line of names first."""
-    options: dict[str, Any] = {"delimiter": separator, "skipinitialspace": separator != " ", "strict": True}
-    reader = csv.reader(io.StringIO(text, newline=""), **options)
-    rows = ([entry.strip() for entry in fields] for fields in reader)
-    return ((reader.line_num, row) for row in rows if row and (row[0] or len(row) > 1))
-
-
-def _read_entries(path: str | os.PathLike[str], text: str, separator: str) -> tuple[Any, list[int]]:
-    """All entries as texts, by row number and column name, and the line of the file at which each row ends.
-
-    An index saved without a name is named by its position.
-    """
-    rows, lines, pieces = _lines(text, separator), list[int](), []
-    try:
-        _, names = next(rows, (0, []))
-        single = f"{path} has one column, {names[:1]}: if another sign than {separator!r} separates columns, name that"
-        require(len(names) != 1, f"{single}: --separator ';'")
-        while piece := list(islice(rows, _PIECE)):
-            for row, (line, own) in enumerate(piece, start=len(lines) + 1):
-                short = f"{path}, line {line}: row {row} has {len(own)} entries for {len(names)} columns"
-                require(len(own) == len(names), short)
-            lines += [line for line, _ in piece]
-            pieces.append(pandas.DataFrame([own for _, own in piece], dtype=str))
-    except csv.Error as error:
-        raise ValueError(f"{path} is not a CSV file: {error}; see to its quotes") from error
-    require(bool(pieces), f"{path} must have a line of column names and at least one row")
-
+    table = table.fillna("").apply(lambda column: column.str.strip())
+    names, entries = table.iloc[0].tolist(), table.iloc[1:].reset_index(drop=True)
+    single = f"{path} has one column, {names}: if another sign than {separator!r} separates columns, name that"
+    require(len(names) > 1, f"{single}: --separator ';'")
+    require(len(entries) > 0, f"{path} must have a line of column names and at least one row")
     names = [name or f"unnamed {place}" for place, name in enumerate(names, start=1)]
     twice = sorted({name for name in names if names.count(name) > 1})
     require(not twice, f"{path} has the columns {twice} more than once")
-    return pandas.concat(pieces, ignore_index=True).set_axis(names, axis=1), lines
+    return entries.set_axis(names, axis=1)
 
 
-def _complete_rows(entries: Any, used: Sequence[str], path: str | os.PathLike[str], drop: bool) -> Any:
+def _complete_rows(entries: pandas.DataFrame, used: Sequence[str], path: Path, drop: bool) -> pandas.DataFrame:
     """The rows that miss no entry of the used columns."""
     missing = entries[list(used)].apply(lambda column: column.str.lower().isin(MISSING))
     if drop:
@@ -235,38 +176,38 @@ def _complete_rows(entries: Any, used: Sequence[str], path: str | os.PathLike[st
     return entries
 
 
-def _numbers_or_texts(column: Any, form: Format, lines: Sequence[int]) -> Any:
+def _numbers_or_texts(column: pandas.Series, decimal: str) -> pandas.Series:
     """The entries as numbers, or as they are if they are categories; raises if few of them are not numbers.
 
     One entry that cannot be read would turn a column of numbers into as many categories as it has values. Texts of
     digits, such as 1,234 with a decimal point, are also meant as numbers.
     """
     plain = column
-    if form.decimal == ",":
+    if decimal == ",":
         plain = column.mask(column.str.contains(".", regex=False), "").str.replace(",", ".", regex=False)
     numbers = pandas.to_numeric(plain, errors="coerce").astype(float)
     wrong = column[~np.isfinite(numbers)]
     if len(wrong) and (2 * len(wrong) < len(column) or all(map(_LIKE_NUMBERS.fullmatch, wrong))):
-        shown = ", ".join(f"{entry!r} in line {lines[row]}" for row, entry in wrong[:3].items())
-        shown += ", …" if len(wrong) > 3 else ""
+        shown = ", ".join(f"{entry!r} in row {row}" for row, entry in wrong[:3].items())
         raise ValueError(
             f"column {column.name!r} holds numbers, but {len(wrong):,} of {len(column):,} entries cannot be read as "
             f"such: {shown}. Correct them (no separators of thousands), name the decimal sign if it is not "
-            f"{form.decimal!r} (--decimal) or, if the column holds categories, say so: --categorical "
-            f"{shlex.quote(column.name)}"
+            f"{decimal!r} (--decimal) or, if the column holds categories, say so: --categorical "
+            f"{shlex.quote(str(column.name))}"
         )
     return column if len(wrong) else numbers
 
 
-def _check_counts(table: Any, counts: Any, inputs: Sequence[str], texts: Sequence[str]) -> None:
+def _check_counts(
+    table: pandas.DataFrame, counts: pandas.Series, inputs: Sequence[str], texts: Sequence[str]
+) -> None:
     """Refuse columns without information, in one message, and texts that are names."""
     constant = [name for name in inputs if counts[name] == 1]
-    shown = ", ".join(map(repr, constant))
-    require(not constant, f"one value in all rows of {shown}; leave out constant columns: --ignore {_listed(constant)}")
+    require(not constant, f"one value in all rows; leave out constant columns: --ignore {_listed(constant)}")
     most = min(max(50, len(table) // 2), MOST_LEVELS)
     for name in texts:
         many = f"column {name!r} has {counts[name]:,} different texts in {len(table):,} rows"
-        remedy = f"Leave it out (--ignore {_listed([name])}), or name it as the id (--id {shlex.quote(name)})."
+        remedy = f"Leave it out (--ignore {_listed([name])}), or name it as the id (--id)."
         require(counts[name] <= most, f"{many}; it looks like a name or an identifier. {remedy}")
 
 
@@ -281,7 +222,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _one_hot(
-    table: Any, inputs: Sequence[str], texts: Sequence[str]
+    table: pandas.DataFrame, inputs: Sequence[str], texts: Sequence[str]
 ) -> tuple[tuple[str, ...], dict[str, tuple[int, ...]], dict[str, tuple[str, ...]], np.ndarray]:
     """The d columns' names, each attribute's columns, the levels of texts, and the inputs, [n, d]."""
     columns, attributes, levels, parts = list[str](), {}, {}, []
@@ -297,7 +238,7 @@ def _one_hot(
     return tuple(columns), attributes, levels, np.concatenate(parts, axis=1)
 
 
-def _labels(column: Any) -> np.ndarray:
+def _labels(column: pandas.Series) -> np.ndarray:
     few = column.nunique() <= MOST_LEVELS
     require(few, f"column {column.name!r} has more than {MOST_LEVELS:,} different entries: these are no groups")
     return column.mask(column.str.lower().isin(MISSING), "(none)").to_numpy(dtype=object).astype(str)

@@ -24,8 +24,7 @@ from torchfil.engine.distributed.ranks import shared_by
 from torchfil.engine.loader import worker_options
 from torchfil.engine.watching import show_every
 from torchfil.fisher.models import check_unweighted_mean, with_attributes
-from torchfil.integrations.logger import Calls, LeakageLogger, sinks_of
-from torchfil.integrations.model_loss import ModelLoss
+from torchfil.integrations.logger import LeakageLogger
 from torchfil.integrations.table import write_table
 from torchfil.private import decoder_tokens
 from torchfil.utils.errors import installed_by, require
@@ -59,8 +58,7 @@ class FILTrainer(Trainer):
     On several devices (``torchrun`` or ``accelerate launch``) this is the mean size per device, as in ``Trainer``.
     Rank 0 writes the table and checkpoints. Before reading on one rank, call ``trainer.engine.gather()`` on all.
 
-    The loss is the model's own, on each example alone (:class:`ModelLoss`): by ``config.problem_type``, per token if
-    labels are tokens, with ``label_smoothing_factor``. It is checked on examples of the first batch.
+    The loss is the model's own, on each example alone: a mean over tokens is over the example's own tokens.
 
     The loss that the trainer logs is the loss of the plain batch: it is not private. The ``grad_norm`` that it logs is
     the norm of the released, noisy gradient.
@@ -82,12 +80,11 @@ class FILTrainer(Trainer):
         privacy: Options of :meth:`FILPrivacyEngine.make_private`; with ``target_epsilon``, ``target_delta`` and
             ``epochs`` of :meth:`FILPrivacyEngine.make_private_with_epsilon`.
         criterion: Another loss, a function of (logits, labels); it must weight all examples equally, which is checked.
-            None: the model's own loss.
+            None: the model's own loss, which it computes from labels.
         engine: The engine, which accounts for one call of ``train()``; None: a new one.
         leakage_path: The CSV file to which the table is written; None: no file.
         delta: δ, for the table's ``individual_epsilon`` and for ε in the progress bar, beside the smallest MSE bound.
-        logger: Logs the leakage by :meth:`log`, and a histogram and the report to TensorBoard, W&B and MLflow, as
-            ``report_to`` says; see :class:`torchfil.LeakageLogger`.
+        logger: Logs the leakage by :meth:`log`, where ``report_to`` says; see :class:`torchfil.LeakageLogger`.
         **options: As in ``Trainer``.
     """
 
@@ -108,10 +105,8 @@ class FILTrainer(Trainer):
         _check_trainer(self)
         self.engine = engine if engine is not None else FILPrivacyEngine()
         self.leakage_path, self.delta, self.logger = leakage_path, delta, logger
-        smoothing = self.args.label_smoothing_factor
-        self.loss: Any = _of_logits(criterion, smoothing) if criterion else ModelLoss.of(self.model, smoothing)
+        self.criterion = None if criterion is None else _of_logits(criterion)
         self._label_names = list(self.label_names or ["labels"])
-        self._unchecked = isinstance(self.loss, ModelLoss)  # until the first batch
         self._weights_before: dict[str, Any] = {}
         self._pass = _PassOverData()
         self._pass.logger = logger
@@ -146,14 +141,24 @@ class FILTrainer(Trainer):
         self.model.train()
         prepare = "make_private_with_epsilon" if "target_epsilon" in self.privacy else "make_private"
         parts = shared_by(self.args.world_size, self.model), self.create_optimizer(), loader
-        given = {"max_grad_norm": self.args.max_grad_norm, "criterion": self.loss, "batch_to_inputs": self._split}
+        given: dict[str, Any] = {"max_grad_norm": self.args.max_grad_norm}
+        if self.criterion is not None:
+            given |= {"criterion": self.criterion, "batch_to_inputs": self._split}
         _, optimizer, private_loader = getattr(self.engine, prepare)(*parts, **given, **self.privacy)
         self.optimizer = _StepTaken(optimizer)
         self._pass.loader = private_loader
         if self.logger is not None:
-            self.logger.attach(self.engine, _ReportTo(self))
+            self.logger.attach(self.engine, self._log_at)
         show_every(self.engine, self._show, self.delta)
         return private_loader
+
+    def _log_at(self, numbers: dict[str, float], step: int) -> None:
+        """Log where the trainer reports, at a step that it counts later."""
+        before, self.state.global_step = self.state.global_step, step
+        try:
+            self.log(numbers)
+        finally:
+            self.state.global_step = before
 
     def _show(self, numbers: dict[str, str]) -> None:
         """Show ε and the smallest bound in the progress bar alone: what is logged goes to ``report_to``."""
@@ -169,11 +174,13 @@ class FILTrainer(Trainer):
         return BatchSampler(DistributedSampler(dataset, seed=seed, drop_last=True), size, drop_last)
 
     def _prepare_for_training(self, *args: Any, **options: Any) -> tuple[Any, Any]:
-        """As in ``Trainer``, without torch's wrapper: no step goes through it, and this frees its memory."""
+        """As in ``Trainer``, without the wrappers of torch and accelerate: no step goes through the former.
+
+        The latter's outputs would be copies from which no loss is made; every step has its own autocast.
+        """
         model, loader = super()._prepare_for_training(*args, **options)
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = self.model_wrapped = model.module
-        return model, loader
+        self.model_wrapped = self.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        return self.model_wrapped, loader
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """A whole private step; the trainer's own ``optimizer.step()`` does nothing after it.
@@ -182,23 +189,18 @@ class FILTrainer(Trainer):
         """
         model.train()
         self._pass.stepped = True
-        batch, labels = self._split(self._prepare_inputs(inputs))
-        if len(labels if isinstance(labels, Tensor) else next(iter(labels.values()))) == 0:
-            self.engine.train_step(batch, labels)
-            return torch.zeros((), device=self.args.device)
-        if self._unchecked:
-            self.loss.check(self.model, batch, labels)
-            self._unchecked = False
         with self.accelerator.autocast():
-            return self.engine.train_step(batch, labels).detach()
+            return self.engine.train_step(self._prepare_inputs(inputs)).detach().nan_to_num()
 
     def compute_loss(
         self, model: Any, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss of an evaluation batch; the model does not get the labels."""
+        """The loss of an evaluation batch."""
+        if self.criterion is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         batch, labels = self._split(inputs)
         outputs = model(**batch)
-        loss = self.loss(outputs, labels)
+        loss = self.criterion(outputs, labels)
         return (loss, outputs) if return_outputs else loss
 
     def _split(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -281,35 +283,9 @@ class _PassOverData(TrainerCallback):
         self.resumed, self.start = None, self.loader.generator.get_state()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Log the report while dashboards are open."""
+        """Log the last point while dashboards are open."""
         if self.logger is not None:
             self.logger.close()
-
-
-class _ReportTo(Calls):
-    """A trainer's ``log``, and the dashboards of its callbacks, which open when training starts."""
-
-    def scalars(self, numbers: dict[str, float], step: int) -> None:
-        before, self.writer.state.global_step = self.writer.state.global_step, step  # the trainer counts it later
-        try:
-            self.writer.log(numbers)
-        finally:
-            self.writer.state.global_step = before
-
-    def histogram(self, *histogram: Any) -> None:
-        for sink in self._dashboards():
-            sink.histogram(*histogram)
-
-    def folder(self, path: Path) -> None:
-        for sink in self._dashboards():
-            sink.folder(path)
-
-    def _dashboards(self) -> list[Calls]:
-        writers = []
-        for callback in self.writer.callback_handler.callbacks:
-            run = getattr(getattr(callback, "_wandb", None), "run", None)
-            writers += [getattr(callback, "tb_writer", None), getattr(callback, "_ml_flow", None), run]
-        return [sink for writer in writers if writer is not None for sink in sinks_of(writer)]
 
 
 class _StepTaken(optim.Optimizer):
@@ -336,11 +312,9 @@ class _StepTaken(optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
 
-def _of_logits(criterion: Callable[[Tensor, Tensor], Tensor], label_smoothing: float) -> Callable[..., Tensor]:
+def _of_logits(criterion: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
     """The user's loss as a function of outputs and labels."""
     check_unweighted_mean(criterion)
-    unused = f"label_smoothing_factor={label_smoothing} has no effect on criterion="
-    require(not label_smoothing, f"{unused}; smooth the labels there: nn.CrossEntropyLoss(label_smoothing=…)")
 
     def loss(outputs: Mapping[str, Tensor], labels: Any) -> Tensor:
         return criterion(outputs["logits"], labels)
@@ -393,5 +367,7 @@ def _check_trainer(trainer: Any) -> None:
         raise ValueError(f"{kind} cannot be accounted for. Use torchrun, or one device (CUDA_VISIBLE_DEVICES=0).")
     if args.torch_compile or args.auto_find_batch_size:
         raise ValueError("torch_compile=True and auto_find_batch_size=True cannot be accounted for; leave them out")
+    smoothed = f"label_smoothing_factor={args.label_smoothing_factor} has no effect on the model's own loss"
+    require(not args.label_smoothing_factor, f"{smoothed}; pass criterion=nn.CrossEntropyLoss(label_smoothing=…)")
     unused = "compute_loss_func is not called in training, which the engine does"
     require(trainer.compute_loss_func is None, f"{unused}; pass the loss of (logits, labels) as criterion=")

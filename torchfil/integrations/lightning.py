@@ -150,7 +150,7 @@ class FILCallback(pl.Callback):
             pl_module.log("epsilon", epsilon, sync_dist=trainer.world_size > 1)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Write the table, on one rank, and log the report."""
+        """Write the table, on one rank, and log the last point."""
         if self.logger is not None:
             self.logger.close()
         if self.path is not None:

@@ -11,14 +11,13 @@ target exposure e*, one round computes (with the weights of the previous round o
     ω_i ← ω_i · min(1, sqrt(e* / e_i))
 
 rounded **down** to a grid of powers of 2^(−1/4), so that ω is constant for almost every small change of the data.
-Weights of groups equalise means instead: one factor for all members, 1 for the least exposed group.
 
 What the weights themselves reveal. ω is a function of the data, and a round's bounds and ε take it as fixed. **ε of all
 rounds together**, as if every model was released, counts the weights as well (zero-out adjacency), if ``target`` is
-fixed, ``confidence=None``, without groups and cells, for a number of rounds that is fixed beforehand, and the runs are
+fixed, ``confidence=None``, without cells, for a number of rounds that is fixed beforehand, and the runs are
 measured without ``rel_error`` and ``extra_probes``, which look at other examples. Given what the earlier rounds
 released, the others' weights then do not depend on example i; and whatever ω_i is, the gradient that it scales has norm
-≤ C. Groups, cells, shares, intervals (which borrow from all examples) and the decision when to stop depend on the
+≤ C. Cells, shares, intervals (which borrow from all examples) and the decision when to stop depend on the
 others' data, and are held fixed in that count, too. Fisher information cannot be added in this way: ω_i depends on
 which batches of an earlier round drew example i, and that round's information counts this as secret.
 """
@@ -32,7 +31,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -68,8 +66,6 @@ _PROGRESS = 0.98  # progress: the excess falls below this share, or fewer exampl
 _PATIENCE = 2
 _DEFAULT_SHARE = 0.01
 _GRID = 4  # steps per octave: coarse, so that weights are constant for almost every change of the data
-_GRID_OF_GROUPS = 8 * _GRID  # a group's factor depends on many examples, so its grid may be finer
-_CAUTION = 0.8  # damps a group's step: means fell by ω^1.3 on Adult (secret batches hide who pulls less), else by ω
 
 
 @dataclass(frozen=True)
@@ -84,8 +80,6 @@ class Round:
         num_below: For how many examples the (conservative) number misses the target.
         num_spared: How many were trained with ω < 1.
         smallest_weight: The smallest ω.
-        group_ratio: The largest over the smallest of the groups' mean FIL (of a question: mean D); None: no groups.
-        group_means: Those means, by group.
         without_interval: How many measured examples have no interval and count by their estimate.
         score: What ``train`` returned besides the engine, for example the accuracy.
         epsilon: ε of this run alone, at the given δ, with its weights held fixed.
@@ -99,8 +93,6 @@ class Round:
     num_below: int
     num_spared: int
     smallest_weight: float
-    group_ratio: float | None
-    group_means: Mapping[Hashable, float]
     without_interval: int
     score: float | None
     epsilon: float | None
@@ -120,9 +112,9 @@ class Equalised:
         engine: The engine that ``train`` returned for them, from the best round: the one in which the fewest examples
             missed the target, or the last one if the target was met.
         leakage: What is reported: that engine's totals, or the average over ``fresh_runs``.
-        met: Whether what is reported meets the target (and the groups' ratio).
+        met: Whether what is reported meets the target.
         stopped: Why the rounds ended.
-        target: The target bound (or true-positive rate); None: only groups.
+        target: The target bound (or true-positive rate).
         worst: The smallest bound (or largest true-positive rate) reported.
         worst_end: Its conservative end.
         chosen: The round that ``weights`` and ``engine`` come from.
@@ -140,7 +132,7 @@ class Equalised:
     leakage: Leakage
     met: bool
     stopped: Stopped
-    target: float | None
+    target: float
     worst: float
     worst_end: float
     chosen: Round = field(repr=False)
@@ -184,11 +176,10 @@ class Equalised:
     def __str__(self) -> str:
         rate = f"largest true-positive rate on {self.question!r} (every attacker)"
         binds = "smallest MSE bound (unbiased attackers)" if self.question is None else rate
-        aim = "" if self.target is None else f", target {self.target:.4g}"
-        rounds, fresh, ratio = len(self.history), sum(each.fresh for each in self.history), self.chosen.group_ratio
+        rounds, fresh = len(self.history), sum(each.fresh for each in self.history)
         source = f"from {fresh} fresh run{'s' * (fresh > 1)}" if fresh else "from the run trained with these weights"
-        lines = [f"{binds}: {self.worst:.4g}, conservative end {self.worst_end:.4g}{aim}; {source}"]
-        lines += [] if ratio is None else [f"groups: the largest mean over the smallest is {ratio:.3f}"]
+        numbers = f"{self.worst:.4g}, conservative end {self.worst_end:.4g}, target {self.target:.4g}"
+        lines = [f"{binds}: {numbers}; {source}"]
         lines += ["the target is met" if self.met else f"the target is not met: {_REASONS[self.stopped]}"]
         lines += [f"{self.num_spared} of {len(self.weights)} examples are down-weighted (ω < 1)", *_table(self.history)]
         lines += [f"{rounds} trainings, {self.seconds:.0f} s"]
@@ -204,7 +195,6 @@ _COLUMNS = {  # a round's numbers by title, with their format; a column is left 
     "spread": ("spread", ".3f"),
     "spared": ("num_spared", ""),
     "smallest ω": ("smallest_weight", ".3f"),
-    "group ratio": ("group_ratio", ".3f"),
     "score": ("score", ".4f"),
     "ε": ("epsilon", ".3g"),
     "seconds": ("seconds", ".0f"),
@@ -230,8 +220,6 @@ def equalise(
     false_positive_rate: float = 0.01,
     share: float | None = None,
     confidence: float | None = 0.95,
-    groups: Labels | None = None,
-    group_ratio: float = 1.05,
     by: Labels | None = None,
     max_rounds: int = 4,
     fresh_runs: int = 0,
@@ -263,7 +251,7 @@ def equalise(
             the history, for example the accuracy. Runs must differ in their random numbers: set no seed, or another
             one at each call.
         target: The bound that every example should reach; with ``question`` the largest true-positive rate that any
-            attacker may reach. None: with ``groups`` only groups are equalised, otherwise it comes from ``share``.
+            attacker may reach. None: it comes from ``share``.
         question: The name of a question that the run is asked; None: Fisher information (unbiased attackers).
         false_positive_rate: At which the true-positive rate of a question is read.
         share: Without a target: bring the most exposed share of all examples down to where the others begin, by the
@@ -272,11 +260,8 @@ def equalise(
             the target. They do not cover what another run would draw; ``margin`` does. (The ends that ``torchfil gate``
             uses cover it, and are far lower if single steps decide.) An example whose probes give no error counts by
             its estimate, and is counted in the history. None: estimates.
-        groups: One label per example in the order of the data set, or a mapping id ↦ label. Every group gets a common
-            factor besides its members' own weights, so that the groups' mean FIL (of a question: mean D) become equal.
-        group_ratio: The largest over the smallest of these means that counts as equal.
-        by: Public cells, given as ``groups`` is: every example gets the smallest weight that any member of its cell
-            needs. Groups must be made of whole cells.
+        by: Public cells, one label per example in the order of the data set, or a mapping id ↦ label: every example
+            gets the smallest weight that any member of its cell needs.
         max_rounds: The largest number of trainings, including the first, without weights; fresh runs come on top.
         fresh_runs: How many further trainings with the chosen weights are reported instead; of several, the average.
         floor: The smallest weight: an example that does not pull at all teaches the model nothing.
@@ -289,7 +274,7 @@ def equalise(
     Returns:
         The weights, the engine trained with them, the history and the cost; print it.
     """
-    goal = Goal(target, question, false_positive_rate, share, confidence, group_ratio, groups is not None)
+    goal = Goal(target, question, false_positive_rate, share, confidence)
     require(max_rounds >= 1, f"max_rounds={max_rounds} must be at least 1, and 2 to train with the chosen weights")
     require(fresh_runs >= 0, f"fresh_runs={fresh_runs} must be 0 or a number of further trainings")
     require(0 < floor <= 1, f"floor={floor} must lie in (0, 1]: the smallest clip weight")
@@ -297,13 +282,12 @@ def equalise(
     require(delta is None or 0 < delta < 1, f"delta={delta} must lie strictly between 0 and 1")
     if weights is not None:
         check_clip_weights(weights)
-    columns = {"groups": groups, "by": by, "weights": weights}
+    columns = {"by": by, "weights": weights}
     lengths = {name: len(each) for name, each in columns.items() if each is not None and not isinstance(each, Mapping)}
     require(len(set(lengths.values())) <= 1, f"{lengths} must each have one entry per example, in the data's order")
 
-    start = partial(RoundWeights.starting, weights, groups=groups, by=by, floor=floor, margin=margin)
-    rounds = _Rounds(train, weights, start, goal, delta)
-    following: RoundWeights | None = None
+    rounds = _Rounds(train, weights, by, goal, delta)
+    following: Tensor | None = None
     best: _Training | None = None
     idle, least, fewest = 0, math.inf, math.inf
     stopped: Stopped = "max_rounds"
@@ -314,10 +298,13 @@ def equalise(
             best = done
         idle = 0 if done.missing < _PROGRESS * least or num_below < fewest else idle + 1
         least, fewest = min(least, done.missing), min(fewest, num_below)
-        following = done.weights.after(done.exposure, rounds.goal)
+        following = lowered_weights(done.weights, done.exposure, rounds.goal.most, margin).clamp(min=floor)
+        if rounds.cells is not None:  # the smallest of a cell for all of its members
+            smallest = following.new_ones(int(rounds.cells.max()) + 1)
+            following = smallest.scatter_reduce(0, rounds.cells, following, "amin")[rounds.cells]
         reasons: dict[Stopped, bool] = {
             "target met": done.missing <= 1,
-            "floor": torch.equal(following.values, done.weights.values),
+            "floor": torch.equal(following, done.weights),
             "no further progress": idle >= _PATIENCE,  # one round without progress may be chance
         }
         stopped = next((reason for reason, holds in reasons.items() if holds), "max_rounds")
@@ -327,10 +314,11 @@ def equalise(
     assert best is not None
     assert following is not None
     reported = rounds.report(best, fresh_runs) if fresh_runs else best
-    weights, met, target = best.weights.values, reported.missing <= 1, rounds.goal.target
+    weights, met, target = best.weights, reported.missing <= 1, rounds.goal.target
+    assert target is not None
     worst, worst_end = map(rounds.goal.shown, reported.exposure.largest())
     more: dict[str, Any] = {"chosen": best.round, "history": tuple(rounds.history), "fil_before": rounds.fil_before}
-    more |= {"next_weights": weights if met else following.values, "question": question}
+    more |= {"next_weights": weights if met else following, "question": question}
     more |= {"epsilon_of_all_rounds": rounds.epsilon_of_all()}
     warnings.warn(HELD_FIXED, stacklevel=2)
     return Equalised(weights, best.engine, reported.leakage, met, stopped, target, worst, worst_end, **more)
@@ -343,7 +331,7 @@ class _Training:
     engine: Any
     leakage: Leakage
     exposure: Exposure
-    weights: RoundWeights
+    weights: Tensor
     missing: float
     round: Round
 
@@ -354,19 +342,20 @@ class _Rounds:
 
     run: Callable[[Tensor | None], Any]
     first: Tensor | None
-    start: Callable[[Sequence[Hashable]], RoundWeights]
+    by: Labels | None
     goal: Goal
     delta: float | None
     history: list[Round] = field(default_factory=list)
     accountants: list[Any] = field(default_factory=list)
     fil_before: Tensor | None = None
+    cells: Tensor | None = None
 
-    def train(self, weights: RoundWeights | None, *, fresh: bool = False) -> _Training:
+    def train(self, weights: Tensor | None, *, fresh: bool = False) -> _Training:
         """One training with these weights, entered into the history.
 
         The first one (None) shows which examples there are and, if it is a share of them, the target.
         """
-        given = self.first if weights is None else weights.values
+        given = self.first if weights is None else weights
         began = time.perf_counter()
         returned = self.run(given)
         seconds = time.perf_counter() - began
@@ -379,29 +368,31 @@ class _Rounds:
             require(same, f"{what}; pass them on: make_private(…, clip_weights=weights)")
         exposure = read_exposure(leakage, self.goal.question, self.goal.confidence)
         if weights is None:
-            weights = self.start(leakage.ids.all())
+            ids = leakage.ids.all()
+            weights = torch.ones(len(ids), dtype=torch.float64) if given is None else given
+            require(weights.shape == (len(ids),), f"weights has shape {tuple(weights.shape)} for {len(ids)} examples")
+            self.cells = None if self.by is None else members_of(self.by, ids)
             self.goal = self.goal.settled(exposure)
-            if bool((weights.values == 1).all()):  # nobody's weight is below 1 yet: for reports
+            if bool((weights == 1).all()):  # nobody's weight is below 1 yet: for reports
                 fil = leakage.get_mse_bound().value.rsqrt().cpu()
                 self.fil_before = fil.masked_fill(~exposure.measured.cpu(), torch.nan)
 
         accountant = getattr(engine, "accountant", None)
-        values, ratio = weights.values, weights.ratio(exposure)
         numbers: dict[str, Any] = {
             "num_below": int((exposure.measured & (exposure.high > self.goal.most)).sum()),
-            "num_spared": int((values < 1).sum()),
-            "smallest_weight": float(values.min()),
+            "num_spared": int((weights < 1).sum()),
+            "smallest_weight": float(weights.min()),
             "score": None if score is None else float(score),
             "epsilon": None if None in (self.delta, accountant) else float(engine.get_epsilon(self.delta)),
         }
-        numbers |= {"group_ratio": ratio, "group_means": weights.means(exposure), "seconds": seconds, "fresh": fresh}
+        numbers |= {"seconds": seconds, "fresh": fresh}
         numbers |= {"spread": exposure.spread, "without_interval": exposure.without_interval}
         worst, worst_end = map(self.goal.shown, exposure.largest())
         entry = Round(worst, worst_end, **numbers)
         self.accountants.append(accountant)
         self.history.append(entry)
         logger.info("round %d: %s", len(self.history), entry)
-        return _Training(engine, leakage, exposure, weights, self.goal.missing(exposure, ratio), entry)
+        return _Training(engine, leakage, exposure, weights, self.goal.missing(exposure), entry)
 
     def report(self, chosen: _Training, count: int) -> _Training:
         """The average over further trainings with the chosen weights, from which nothing is chosen."""
@@ -415,7 +406,7 @@ class _Rounds:
         engines = [each.engine for each in runs]
         leakage = runs[0].leakage if count == 1 else engines[0].merge(engines)  # which checks that they are repetitions
         exposure = read_exposure(leakage, self.goal.question, self.goal.confidence)
-        missing = self.goal.missing(exposure, chosen.weights.ratio(exposure))
+        missing = self.goal.missing(exposure)
         return replace(chosen, leakage=leakage, exposure=exposure, missing=missing)
 
     def epsilon_of_all(self) -> float | None:
@@ -445,14 +436,12 @@ class Exposure:
             no error.
         measured: Whether the run says anything about the example, bool [n].
         without_interval: How many measured examples have no interval.
-        power: 1/2 if groups are compared by mean e^(1/2) (which is FIL), 1 if by mean e (D).
     """
 
     value: Tensor
     high: Tensor
     measured: Tensor
     without_interval: int = 0
-    power: float = 0.5
 
     @property
     def spread(self) -> float:
@@ -471,14 +460,12 @@ class Goal:
 
     Attributes:
         target: The bound that every example should reach, or with a question the largest true-positive rate that any
-            attacker may reach; None: ``share`` sets it, or there is none.
+            attacker may reach; None: ``share`` sets it.
         question: Its name; None: Fisher information.
         false_positive_rate: The false-positive rate for the true-positive rate.
         share: The share of examples to bring down to the level at which the others begin.
         confidence: The one-sided confidence of the ends (from the probes' errors) that must meet the target; None: use
             estimates.
-        group_ratio: The largest over the smallest of the groups' means that counts as equal.
-        has_groups: Whether there are groups; then no share is assumed.
 
     Example:
         >>> Goal(target=2.0).most
@@ -492,8 +479,6 @@ class Goal:
     false_positive_rate: float = 0.01
     share: float | None = None
     confidence: float | None = None
-    group_ratio: float = 1.05
-    has_groups: bool = False
 
     def __post_init__(self) -> None:
         target, alpha, share = self.target, self.false_positive_rate, self.share
@@ -507,8 +492,6 @@ class Goal:
         require(share is None or 0 < share < 1, f"share={share} must lie strictly between 0 and 1")
         known = self.confidence is None or 0.5 < self.confidence < 1
         require(known, f"confidence={self.confidence} must lie strictly between 0.5 and 1, or be None for estimates")
-        ratio = f"group_ratio={self.group_ratio} must be above 1: no finite run has equal means"
-        require(1 < self.group_ratio < math.inf, ratio)
 
     @property
     def most(self) -> float:
@@ -524,19 +507,19 @@ class Goal:
         return round(float(largest_true_positive_rate(exposure, self.false_positive_rate)), 12)
 
     def settled(self, exposure: Exposure) -> Goal:
-        """The goal with the target that its share implies; unchanged if it has a target, or only groups."""
-        share = self.share if self.share is not None or self.has_groups else _DEFAULT_SHARE
-        if self.target is not None or share is None:
+        """The goal with the target that its share implies; unchanged if it has a target."""
+        if self.target is not None:
             return self
+        share = _DEFAULT_SHARE if self.share is None else self.share
         ordered = exposure.high[exposure.measured].sort().values
         most = float(ordered[max(0, math.ceil((1 - share) * len(ordered)) - 1)])
         leaking = f"share={share}: only {int((ordered > 0).sum())} of {len(ordered)} examples leak anything"
         require(most > 0, f"{leaking}, fewer than the share; give target=")
         return replace(self, target=self.shown(most), share=None)
 
-    def missing(self, exposure: Exposure, ratio: float | None) -> float:
-        """The worst exposure, or the groups' ratio, divided by what is allowed; ≤ 1: the goal is met."""
-        return max(exposure.largest()[1] / self.most, 0.0 if ratio is None else ratio / self.group_ratio)
+    def missing(self, exposure: Exposure) -> float:
+        """The worst exposure divided by what is allowed; ≤ 1: the goal is met."""
+        return exposure.largest()[1] / self.most
 
 
 def read_exposure(leakage: Leakage, question: str | None, confidence: float | None) -> Exposure:
@@ -560,9 +543,8 @@ def read_exposure(leakage: Leakage, question: str | None, confidence: float | No
     require(bool(measured.any()), "the run that train() returned measured nobody: take private steps before that")
     infinite = int(value[measured].isinf().sum())
     require(not infinite, f"{infinite} examples leak without limit: train with noise_multiplier > 0 at every step")
-    power = 0.5 if question is None else 1.0
     if confidence is None:
-        return Exposure(value, value, measured, power=power)
+        return Exposure(value, value, measured)
 
     # Only the probes' errors count here. Another run could differ far more if one step decides, but this does not tell
     # whose weight should fall; the margin of the weights allows for it.
@@ -570,7 +552,7 @@ def read_exposure(leakage: Leakage, question: str | None, confidence: float | No
     known = high.isfinite()
     none = "the probes give nobody an error: train longer, with num_probes=2 or more, or pass confidence=None"
     require(bool(known[measured].any()), none)
-    return Exposure(value, torch.where(known, high, value), measured, int((measured & ~known).sum()), power)
+    return Exposure(value, torch.where(known, high, value), measured, int((measured & ~known).sum()))
 
 
 def lowered_weights(weights: Tensor, exposure: Exposure, most: float, margin: float = 1.0) -> Tensor:
@@ -596,140 +578,20 @@ def lowered_weights(weights: Tensor, exposure: Exposure, most: float, margin: fl
     return torch.where(exposed, torch.exp2(-steps / _GRID).clamp(max=1.0), weights)
 
 
-def group_levels(exposure: Exposure, weights_ratio: Tensor | None, groups: Tensor) -> Tensor:
-    """Every group's mean FIL (of a question: mean D), [groups]; NaN if no member was measured.
-
-    Args:
-        exposure: The exposure of a run.
-        weights_ratio: Factors for the weights, [n]: the levels are then predictions. None: as measured.
-        groups: The number of every example's group, [n].
-    """
-    scaled = exposure.value if weights_ratio is None else exposure.value * weights_ratio.square()
-    count = int(groups.max()) + 1
-    own = groups[exposure.measured]
-    sums = torch.zeros(count, dtype=torch.float64).index_add_(0, own, scaled[exposure.measured] ** exposure.power)
-    return sums / torch.bincount(own, minlength=count)
-
-
-def group_factors(factors: Tensor, levels: Tensor, *, power: float, ratio: float) -> Tensor:
-    """One common weight for each group, [groups], 1 for the least exposed: mean exposures become nearly equal.
-
-    If a group's level L is above (1 + ratio)/2 times the smallest level L₀, its factor is multiplied by
-    (L₀/L)^(0.8/(2 power)). Then all are divided by the largest, and rounded to the nearest 2^(−k/32).
-
-    Args:
-        factors: The factors of the run that the levels come from, [groups].
-        levels: See :func:`group_levels`.
-        power: See :class:`Exposure`.
-        ratio: The largest level over the smallest that counts as equal.
-
-    Example:
-        >>> group_factors(torch.ones(2), torch.tensor([0.5, 1.0]), power=0.5, ratio=1.0)
-        tensor([1.0000, 0.5694])
-    """
-    known = levels.isfinite() & (levels > 0)
-    least = levels[known].min()
-    above = known & (levels > least * (1 + ratio) / 2)
-    changed = factors * torch.where(above, (least / levels) ** (0.5 * _CAUTION / power), 1.0).to(factors)
-    steps = (-_GRID_OF_GROUPS * (changed / changed.max()).log2()).round()
-    return torch.exp2(-steps / _GRID_OF_GROUPS)
-
-
-def members_of(labels: Any, ids: Sequence[Hashable], name: str) -> tuple[Tensor, tuple[Hashable, ...]]:
-    """The number of every example's group, [n], and the groups' labels.
+def members_of(labels: Labels, ids: Sequence[Hashable]) -> Tensor:
+    """The number of every example's cell, [n].
 
     Args:
         labels: One label per example, in the order of the data set (a sequence, an array, a tensor), or a mapping
             id ↦ label that has every id.
         ids: All ids, in the order of the data set.
-        name: The argument's name, for errors.
     """
     if isinstance(labels, Mapping):
         missing = [each for each in ids if each not in labels]
-        require(not missing, f"{name} has no label for {len(missing)} of {len(ids)} ids, {missing[:1]} among them")
+        require(not missing, f"by has no label for {len(missing)} of {len(ids)} ids, {missing[:1]} among them")
         labels = [labels[each] for each in ids]
     listed = [plain_key(label) for label in (labels.tolist() if hasattr(labels, "tolist") else list(labels))]
-    require(len(listed) == len(ids), f"{name} has {len(listed)} labels for {len(ids)} examples; give one for each")
-    require(all(label == label for label in listed), f"{name} has NaN as a label; use a label such as 'not known'")
+    require(len(listed) == len(ids), f"by has {len(listed)} labels for {len(ids)} examples; give one for each")
+    require(all(label == label for label in listed), "by has NaN as a label; use a label such as 'not known'")
     numbers = {label: number for number, label in enumerate(dict.fromkeys(listed))}
-    return torch.tensor([numbers[label] for label in listed]), tuple(numbers)
-
-
-@dataclass(frozen=True)
-class RoundWeights:
-    """The weights of one round: one for each example, times one for each group.
-
-    Attributes:
-        own: [n].
-        factors: The groups' factors, [groups], the largest is 1; None: no groups.
-        groups: The number of every example's group, [n].
-        labels: The groups' labels.
-        cells: The number of every example's public cell, [n]; None: every example is a cell.
-        floor: No weight falls below it.
-        margin: As in :func:`lowered_weights`.
-    """
-
-    own: Tensor
-    factors: Tensor | None = None
-    groups: Tensor | None = None
-    labels: tuple[Hashable, ...] = ()
-    cells: Tensor | None = None
-    floor: float = 1 / 16
-    margin: float = 1.0
-
-    @classmethod
-    def starting(
-        cls, weights: Tensor | None, ids: Sequence[Hashable], groups: Any, by: Any, **options: Any
-    ) -> RoundWeights:
-        """The weights of the first round: the given ones, or 1; checks groups and cells against the examples' ids.
-
-        Args:
-            weights: [n]; None: 1 for everybody.
-            ids: All ids, in the order of the data set.
-            groups: Labels as :func:`members_of` takes them, or None.
-            by: Public cells, in the same way, or None.
-            **options: ``floor`` and ``margin``.
-        """
-        own = torch.ones(len(ids), dtype=torch.float64) if weights is None else weights
-        require(own.shape == (len(ids),), f"weights has shape {tuple(own.shape)} for {len(ids)} examples; give [n]")
-        cells = None if by is None else members_of(by, ids, "by")[0]
-        if groups is None:
-            return cls(own, cells=cells, **options)
-        numbers, labels = members_of(groups, ids, "groups")
-
-        # only if groups consist of whole cells do weights depend on the cell alone
-        pairs = [] if cells is None else torch.unique(torch.stack([numbers, cells]), dim=1).T
-        cut = "groups cut through the cells of by=, so weights would reveal a member's group; add the labels to by="
-        require(cells is None or len(pairs) == int(cells.max()) + 1, cut)
-        return cls(own, torch.ones(len(labels), dtype=torch.float64), numbers, labels, cells, **options)
-
-    @property
-    def values(self) -> Tensor:
-        """ω, [n]."""
-        if self.factors is None or self.groups is None:
-            return self.own
-        return (self.own * self.factors[self.groups]).clamp(min=self.floor)
-
-    def means(self, exposure: Exposure) -> dict[Hashable, float]:
-        """Every group's mean FIL (of a question: mean D); empty without groups."""
-        if self.groups is None:
-            return {}
-        return dict(zip(self.labels, group_levels(exposure, None, self.groups).tolist(), strict=True))
-
-    def ratio(self, exposure: Exposure) -> float | None:
-        """The largest of these means over the smallest; None without groups."""
-        known = [mean for mean in self.means(exposure).values() if mean > 0]
-        return max(known) / min(known) if known else None
-
-    def after(self, exposure: Exposure, goal: Goal) -> RoundWeights:
-        """The weights of the next round."""
-        own = lowered_weights(self.own, exposure, goal.most, self.margin).clamp(min=self.floor)
-        if self.cells is not None:  # the smallest of a cell for all of its members
-            own = own.new_ones(int(self.cells.max()) + 1).scatter_reduce(0, self.cells, own, "amin")[self.cells]
-        if self.factors is None or self.groups is None:
-            return replace(self, own=own)
-
-        # groups are compared as they will be once single examples pull less
-        levels = group_levels(exposure, own / self.own, self.groups)
-        factors = group_factors(self.factors, levels, power=exposure.power, ratio=goal.group_ratio)
-        return replace(self, own=own, factors=factors)
+    return torch.tensor([numbers[label] for label in listed])

@@ -258,32 +258,10 @@ class Layout:
             unknown = [key for key in given if key not in known] if isinstance(given, Mapping) else []
             require(not unknown, f"{what} are given for {unknown}, but only {sorted(known, key=str)} are private")
 
-        # A tensor that enters in several places is one private tensor: its places change together.
-        of_targets = named_inputs((), {"target": targets})
-        places = {key: Input((2, *path[2:]), value) for key, (path, value, _) in of_targets.items()} | named
-        slots: list[_Slot] = []
-        for keys in same_tensors([*chosen, "target"] if private.target else chosen, places, private.same):
-            path, value, _ = places[keys[0]]
-            copies = tuple((key, places[key].path) for key in keys[1:])
-            if keys[0] not in named:
-                slots.append(_Slot("target", path, value.shape[1:], value.dtype, copies=copies))
-                continue
-            if isinstance(private.coordinates, Mapping) and len(set(keys) & set(private.coordinates)) > 1:
-                raise ValueError(f"{keys} are one tensor: give its coordinates under one of these names")
-
-            # A mask next to ``input_ids`` belongs to them, and none belongs to images.
-            lengths = for_names(private.lengths, keys)
-            of_another = value.ndim > 3 or any("input_ids" in given.name for given in named.values())
-            like = SubmoduleOutput(str(keys[0]), str(keys[0]), value.shape[1:], value.dtype)
-            own = None if lengths is None and of_another else own_positions(lengths, named, like)
-            limit = private.max_length if not outputs and value.ndim > 1 else None
-            slots.append(_slot(private, keys, path, value[0:0], limit, own=own, copies=copies))
-        for output in outputs:
-            keys = (output.key, output.submodule)
-            own = own_positions(for_names(private.lengths, keys), named, output) if output.positions else None
-            empty = torch.empty(0, *output.shape, dtype=output.dtype, device=tensors_of(public)[0].device)
-            limit = private.max_length if output.positions else None
-            slots.append(_slot(private, keys, output.submodule, empty, limit, own=own))
+        slots = [
+            *_slots_of_tensors(chosen, named, targets, private, limited=not outputs),
+            *(_slot_of_output(output, named, private, tensors_of(public)[0].device) for output in outputs),
+        ]
         if not slots and private is not NOTHING:
             raise _nothing_private(named, model)
         return cls(tuple(slots))
@@ -568,6 +546,45 @@ def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
     remedy = "the first dimension must run over examples (batch_first=False: the second); pad graphs to one size"
     require(len(sizes) <= 1 and () not in sizes, f"{shapes}; {remedy}")
     return sizes.pop()[0]
+
+
+def _slots_of_tensors(
+    chosen: Sequence[Key], named: Mapping[Key, Input], targets: Any, private: Private, *, limited: bool
+) -> Iterator[_Slot]:
+    """The private inputs, and the target if it is private.
+
+    A tensor that enters in several places is one private tensor: its places change together. ``limited`` says that
+    ``max_length`` is about them.
+    """
+    of_targets = named_inputs((), {"target": targets})
+    places = {key: Input((2, *path[2:]), value) for key, (path, value, _) in of_targets.items()} | named
+    for keys in same_tensors([*chosen, "target"] if private.target else chosen, places, private.same):
+        path, value, _ = places[keys[0]]
+        copies = tuple((key, places[key].path) for key in keys[1:])
+        if keys[0] not in named:
+            yield _Slot("target", path, value.shape[1:], value.dtype, copies=copies)
+            continue
+        if isinstance(private.coordinates, Mapping) and len(set(keys) & set(private.coordinates)) > 1:
+            raise ValueError(f"{keys} are one tensor: give its coordinates under one of these names")
+
+        # A mask next to ``input_ids`` belongs to them, and none belongs to images.
+        lengths = for_names(private.lengths, keys)
+        of_another = value.ndim > 3 or any("input_ids" in given.name for given in named.values())
+        like = SubmoduleOutput(str(keys[0]), str(keys[0]), value.shape[1:], value.dtype)
+        own = None if lengths is None and of_another else own_positions(lengths, named, like)
+        limit = private.max_length if limited and value.ndim > 1 else None
+        yield _slot(private, keys, path, value[0:0], limit, own=own, copies=copies)
+
+
+def _slot_of_output(
+    output: SubmoduleOutput, named: Mapping[Key, Input], private: Private, device: torch.device
+) -> _Slot:
+    """The private output of a submodule."""
+    keys = (output.key, output.submodule)
+    own = own_positions(for_names(private.lengths, keys), named, output) if output.positions else None
+    empty = torch.empty(0, *output.shape, dtype=output.dtype, device=device)
+    limit = private.max_length if output.positions else None
+    return _slot(private, keys, output.submodule, empty, limit, own=own)
 
 
 def _slot(private: Private, keys: Sequence[Key], place: Any, like: Tensor, limit: int | None, **more: Any) -> _Slot:

@@ -150,12 +150,17 @@ def embeddings_to_protect(model: nn.Module, args: tuple[Any, ...], kwargs: Mappi
     with torch.no_grad(), _hooks(model, embeddings, note):
         model(*args, **kwargs)
 
-    taking = [(name, source) for name, source in called if source and not (is_mask(source) or source.endswith(_PLACES))]
-    texts = [name for name, source in taking if source.endswith("input_ids")]
     names = list(dict.fromkeys(name for name, _ in called))
-    chosen = texts or [name for name, _ in taking] or (names if len(names) == 1 else [])
-    tables = {id(model.get_submodule(name).weight) for name in chosen}
+    tables = {
+        id(model.get_submodule(name).weight) for name in _to_protect(called) or (names if len(names) == 1 else [])
+    }
     return tuple(name for name in names if id(model.get_submodule(name).weight) in tables)
+
+
+def _to_protect(called: Sequence[tuple[str, str]]) -> list[str]:
+    """Of embeddings with the inputs that they took, those of texts; without a text, those of any other input."""
+    taking = [(name, source) for name, source in called if source and not (is_mask(source) or source.endswith(_PLACES))]
+    return [name for name, source in taking if source.endswith("input_ids")] or [name for name, _ in taking]
 
 
 def _uses_values(module: nn.Module, inputs: tuple[Any, ...], more: Mapping[str, Any], output: Any) -> bool:

@@ -32,7 +32,7 @@ from torchfil.report.comparison import Comparison, changes, in_short
 from torchfil.report.leaks import prior_guess
 from torchfil.report.options import Options, options_of
 from torchfil.report.signature import Signature
-from torchfil.report.summary import Report, Summary, named_level, summarise
+from torchfil.report.summary import Report, named_level, summarise
 from torchfil.run import baselines
 from torchfil.run.saved_run import SavedRun, audited_epsilon, leakage_columns
 from torchfil.run.unit import unit_of
@@ -308,7 +308,6 @@ def write_report(
     policy: Policy | None = None,
     signature: Signature | None = None,
     digests: Mapping[str, str] | None = None,
-    adjusted: Callable[[Summary], Summary] | None = None,
 ) -> Path:
     """Write a report: ``index.html``, ``summary.json`` and, unless redacted, a table of all examples.
 
@@ -329,15 +328,12 @@ def write_report(
             the template (:func:`torchfil.gate.gate.default_policy`), which the page then names.
         signature: Who signed the run (:func:`torchfil.report.signature.verify`); None: the page says that nobody did.
         digests: SHA-256 by name (run file, policy, weights), for the sheet to sign; a redacted page has none.
-        adjusted: Makes of the summary what is shown; None: all of it is.
 
     Returns:
         The path of ``index.html``.
     """
     report = report_of(run, policy, redacted=redacted, min_group=min_group)
     summary, verdicts, policy = report.summary, report.verdicts, report.policy
-    if adjusted is not None:
-        summary = adjusted(summary)
     files, shown = dict[str, str](), {} if redacted else dict(digests or {})
     with _replaced_folder(Path(directory)) as folder:
         # every example, with a digest for the page, which is signed by hand

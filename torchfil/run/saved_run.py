@@ -278,7 +278,7 @@ class SavedRun(ArrowTable):
         attacks: Results of attacks; may be empty.
         questions: What any attacker could tell; may be empty.
         rounds: What torchfil.equalise did, by name, [r] numbers each: worst, worst_end, spread, num_below, num_spared,
-            smallest_weight, group_ratio, score, epsilon, seconds, fresh (NaN: not known); may be empty.
+            smallest_weight, score, epsilon, seconds, fresh (NaN: not known); may be empty.
         baselines: How the data is spread; None where the data could not be read again.
     """
 

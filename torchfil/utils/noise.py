@@ -184,14 +184,15 @@ def log_line(source: NoiseSource) -> tuple[int, str]:
     return logging.INFO, f"noise and Poisson draws come from a generator of their own ({source.kind})"
 
 
-def derived_seed(seed: int, purpose: str, number: int) -> int:
+def derived_seed(seed: int, purpose: str, *numbers: int) -> int:
     """A seed that is unrelated to others derived from the same seed or its neighbours, and does not give it away.
 
     Example:
         >>> derived_seed(0, "probes", 1) == derived_seed(1, "probes", 0)
         False
     """
-    return int.from_bytes(hashlib.sha256(f"{seed} {purpose} {number}".encode()).digest()[:8], "little") >> 1
+    text = " ".join(map(str, (seed, purpose, *numbers)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def _from_the_system(device: torch.device) -> torch.Generator:

@@ -57,7 +57,7 @@ _Run = _parts(
     ledger=_Ledger | None,
     history=_History,
     timeline=_parts(stride=_Count, steps=list[_Count], points=Tensor),
-    generator=Tensor,
+    seed=int,
     pace=_Pace,
     ranks=dict[str, object] | None,
     coordinates_of_rows=Tensor,

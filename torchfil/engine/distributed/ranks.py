@@ -7,8 +7,8 @@ it, so Fisher information needs no messages. Everything except gradients goes th
 CPU).
 
 The state of such a run is one for all ranks, from which any number of them can resume (:class:`Whole`). It holds the
-sums of all ranks, and which rank booked each example. The same number of ranks therefore resumes with the same rows and
-generators, bit for bit if each draws from its own part of the data. With another number of ranks, rank 0 takes all
+sums of all ranks, and which rank booked each example. The same number of ranks therefore resumes with the same rows,
+bit for bit if each draws from its own part of the data. With another number of ranks, rank 0 takes all
 rows; sums over ranks are the same.
 
 Models whose weights are sharded over the ranks (FSDP2, ``fully_shard``): each rank keeps its part of every weight, of
@@ -42,7 +42,6 @@ from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.quantities import compared, path_sums
 from torchfil.engine.replica import Replica, is_plain
 from torchfil.utils.errors import require
-from torchfil.utils.noise import derived_seed
 
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 _OF_FSDP = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
@@ -236,17 +235,6 @@ class Ranks:
         require(len(set(sizes)) == 1, whole)
         self.is_lost, self._votes = False, 0
 
-    # ------------------------------------------------------------------ random numbers
-
-    def probe_generator(self) -> torch.Generator:
-        """The source of this rank's probes: it differs between ranks; rank 0 has that of a single process."""
-        seed = derived_seed(self.seed, "probes", self.rank) if self.rank else self.seed
-        return torch.Generator().manual_seed(seed)
-
-    def common_generator(self, purpose: str, number: int = 0) -> torch.Generator:
-        """A generator with the same numbers on all ranks, for each purpose and number."""
-        return torch.Generator().manual_seed(derived_seed(self.seed, purpose, number))
-
     # ------------------------------------------------------------------ a step
 
     def check_together(self) -> None:
@@ -373,7 +361,7 @@ class Whole:
     Attributes:
         steps: The number of steps taken.
         ledger: The sums of all ranks, on the CPU; None if nobody was drawn yet.
-        parts: The rest of the state: the seed, each example's rank, [n], and the ranks' sources of probes.
+        parts: The rest of the state: the number of ranks, and each example's, [n].
     """
 
     steps: int
@@ -387,7 +375,6 @@ class Whole:
         steps: int,
         own: Ledger | None,
         new_ledger: Callable[[int], Ledger],
-        generator: torch.Generator,
     ) -> Whole:
         """Combine the parts (collective).
 
@@ -396,9 +383,8 @@ class Whole:
             steps: The number of steps taken.
             own: This rank's ledger; None if it has none.
             new_ledger: Returns an empty one for d coordinates.
-            generator: This rank's source of probes.
         """
-        parts: dict[str, Any] = {"seed": ranks.seed, "generators": ranks.each(generator.get_state())}
+        parts: dict[str, Any] = {"size": ranks.size}
         num_coordinates = max(ranks.objects(0 if own is None else own.laid_out))
         if not num_coordinates:
             return cls(steps, None, parts)
@@ -452,26 +438,17 @@ def changes_between(last: Sequence[Tensor], measured: Sequence[Tensor]) -> tuple
     return changes / (seen - 1).clamp(min=1), before
 
 
-def take_part(
-    ranks: Ranks, saved: Mapping[str, Any] | None, ledger: Ledger | None, steps: int, generator: torch.Generator
-) -> None:
-    """Keep in a ledger of all ranks only the rows that this rank has booked, and set its generator.
+def take_part(ranks: Ranks, saved: Mapping[str, Any] | None, ledger: Ledger | None) -> None:
+    """Keep in a ledger of all ranks only the rows that this rank has booked.
 
     Args:
         ranks: The processes.
         saved: ``Whole.parts``; None: the state of a single process.
         ledger: The sums of all ranks; changed in place.
-        steps: The number of steps taken.
-        generator: This rank's source of probes, set to rank 0's state.
     """
     ranks.is_lost, booked_by = False, None
-    if saved is not None:
-        ranks.seed = saved["seed"]
-    if saved is not None and len(saved["generators"]) == ranks.size:
-        generator.set_state(saved["generators"][ranks.rank].cpu())
+    if saved is not None and saved["size"] == ranks.size:
         booked_by = saved.get("booked_by")
-    elif ranks.rank > 0:
-        generator.manual_seed(derived_seed(ranks.seed, f"probes from step {steps}", ranks.rank))
     if ledger is not None:
         owner = torch.zeros(ledger.num_examples) if booked_by is None else booked_by.cpu()
         for value in ledger.sums.values():

@@ -234,7 +234,7 @@ def _about(
         "delta": delta,
         "accountant": accountant.mechanism(),
         "versions": {**versions, "python": platform.python_version()},
-        "probe_seed": training.run.generator.initial_seed(),
+        "probe_seed": training.run.seed,
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "exact": leakage.conditions.exact,
     }

@@ -161,40 +161,49 @@ def backward_pass(gradients: ExampleGradients, forward: RecordedForward, *, diff
             be needed.
     """
     examples, z = gradients.examples, forward.z
-    targets, facts = forward.targets, forward.gradients.facts
+    targets = forward.targets
     if forward.gradients.examples is not examples:  # the loop's pass, which did not know them
         targets = examples.restore(z, examples.public)[2]
-    while True:
-        outputs, leaves = tensors_of(forward.outputs), forward.watched.leaves
-        places = [use.output for use in forward.uses.noted] + [use.rows for use in forward.watched.meetings]
-        ends = [output for output in outputs if output.requires_grad]
-        with torch.enable_grad(), gradients.backward_state():
-            with forward.gradients.forward_state():
-                losses = losses_of(gradients.loss_fn, forward.outputs, targets)
-            again = _learn_overwritten(forward)
-            if not again:
-                all_of_them = [*places, *ends, *leaves.values()]
-                to_all = torch.autograd.grad(losses.sum(), all_of_them, create_graph=differentiable, allow_unused=True)
-                # A gradient that still reaches a watched parameter comes from a use that was not seen.
-                to_leaves = to_all[len(places) + len(ends) :]
-                missed = [name for name, part in zip(leaves, to_leaves, strict=True) if part is not None]
-                again = bool(missed)
-                if again:
-                    _learn(facts, facts.whole, _holders_of(forward.gradients.model, missed))
-        if not again:
-            break
+    found = _taken_back(gradients, forward, targets, differentiable=differentiable)
+    while found is None:
         if forward.once:
             raise _second_run(forward.gradients)
         forward = forward_pass(forward.gradients, z)
+        found = _taken_back(gradients, forward, targets, differentiable=differentiable)
 
+    losses, deltas, at_outputs = found
+    seen = {tensor.dtype for use in forward.uses.noted for tensor, _ in use.versions}
+    dtypes = seen.union([x.dtype for x in deltas], [value.dtype for value in gradients.parameters.values()])
+    narrow = not dtypes.isdisjoint((torch.bfloat16, torch.float16))
+    return Recording(z, _calls(forward, deltas), losses, at_outputs, narrow)
+
+
+def _taken_back(
+    gradients: ExampleGradients, forward: RecordedForward, targets: Any, *, differentiable: bool
+) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]] | None:
+    """The losses, δ at each use and meeting, and the gradients at the outputs; None: run it anew, as the facts say."""
+    facts, leaves = forward.gradients.facts, forward.watched.leaves
+    places = [use.output for use in forward.uses.noted] + [use.rows for use in forward.watched.meetings]
+    outputs = tensors_of(forward.outputs)
+    ends = [output for output in outputs if output.requires_grad]
+    with torch.enable_grad(), gradients.backward_state():
+        with forward.gradients.forward_state():
+            losses = losses_of(gradients.loss_fn, forward.outputs, targets)
+        if _learn_overwritten(forward):
+            return None
+        wanted = [*places, *ends, *leaves.values()]
+        to_all = torch.autograd.grad(losses.sum(), wanted, create_graph=differentiable, allow_unused=True)
+
+    # A gradient that still reaches a watched parameter comes from a use that was not seen.
+    to_leaves = to_all[len(places) + len(ends) :]
+    missed = [name for name, part in zip(leaves, to_leaves, strict=True) if part is not None]
+    if missed:
+        _learn(facts, facts.whole, _holders_of(forward.gradients.model, missed))
+        return None
     deltas = [torch.zeros_like(x) if part is None else part for x, part in zip(places, to_all, strict=False)]
     to_ends = iter(to_all[len(places) :])
     found = [(x, next(to_ends) if x.requires_grad else None) for x in outputs]
-    at_outputs = tuple(torch.zeros_like(x) if part is None else part.detach() for x, part in found)
-    seen = {tensor.dtype for use in forward.uses.noted for tensor, _ in use.versions}
-    dtypes = seen.union([x.dtype for x in places], [value.dtype for value in gradients.parameters.values()])
-    narrow = not dtypes.isdisjoint((torch.bfloat16, torch.float16))
-    return Recording(z, _calls(forward, deltas), losses, at_outputs, narrow)
+    return losses, deltas, tuple(torch.zeros_like(x) if part is None else part.detach() for x, part in found)
 
 
 def _second_run(gradients: ExampleGradients) -> UnsupportedCallError:
@@ -337,9 +346,29 @@ def _find_layers(gradients: ExampleGradients) -> _Layers:
     model, facts = gradients.model, gradients.facts
     names = {module: name for name, module in model.named_modules()}
     whole = {module for module, name in names.items() if _is_whole(module, name in facts.whole)}
+    hooked, reporting, plain = _sorted_modules(gradients, names, whole)
+    bare = {id(value) for module in plain for value in module.parameters(recurse=False)}
+    holding = {m for m in hooked if not bare.isdisjoint(map(id, m.parameters(recurse=False)))}
+
+    trainable = {name: value for name, value in model.named_parameters() if name in gradients.parameters}
+    watched = tuple(name for name, value in trainable.items() if id(value) in bare)
+    own = {id(value): name for name, value in trainable.items() if name not in watched}
+    by_module = {
+        module: _layer(gradients, module, names[module], own, module in whole) for module in (*hooked, *reporting)
+    }
+    expected = frozenset(module for module in hooked if names[module] not in facts.whole)
+    without = frozenset(m for m in (*plain, *holding) if not isinstance(m, nn.MultiheadAttention))
+    dropout = next((name for module, name in names.items() if has_active_dropout(module)), None)
+    return _Layers(by_module, tuple(hooked), expected, without, watched, dropout)
+
+
+def _sorted_modules(
+    gradients: ExampleGradients, names: Mapping[nn.Module, str], whole: Collection[nn.Module]
+) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
+    """The modules with trainable parameters: recorded, reporting their uses, and with parameters to be watched."""
+    facts = gradients.facts
     inside = {child for module in whole for child in module.modules() if child is not module}
-    hooked, reporting = list[nn.Module](), list[nn.Module]()
-    plain, bare = set[nn.Module](), set[int]()
+    hooked, reporting, plain = list[nn.Module](), list[nn.Module](), list[nn.Module]()
     for module, name in names.items():
         if module in inside or not any(p.requires_grad for p in module.parameters(recurse=module in whole)):
             continue
@@ -349,25 +378,18 @@ def _find_layers(gradients: ExampleGradients) -> _Layers:
         elif name in facts.whole or (ruled and name not in facts.watched):
             hooked.append(module)
         else:
-            plain.add(module)
-            bare |= {id(value) for value in module.parameters(recurse=False)}
-    plain |= {m for m in hooked if any(id(value) in bare for value in m.parameters(recurse=False))}
+            plain.append(module)
+    return hooked, reporting, plain
 
-    named = list(model.named_parameters())
-    watched = [name for name, value in named if id(value) in bare and name in gradients.parameters]
-    own = {id(value): name for name, value in named if name not in watched and name in gradients.parameters}
-    by_module = {}
-    for module in (*hooked, *reporting):
-        kept = module.named_parameters(recurse=module in whole, remove_duplicate=module not in reporting)
-        parameters = {local: own[id(value)] for local, value in kept if id(value) in own}
-        prefix = f"{names[module]}." if names[module] else ""
-        below = [key for key in (*gradients.parameters, *gradients.constants) if key.startswith(prefix)]
-        constants = {key[len(prefix) :]: key for key in below if key[len(prefix) :] not in parameters}
-        by_module[module] = _Layer(names[module], rule_for(module), parameters, constants)
-    expected = frozenset(module for module in hooked if names[module] not in facts.whole)
-    without = frozenset(module for module in plain if not isinstance(module, nn.MultiheadAttention))
-    dropout = next((name for module, name in names.items() if has_active_dropout(module)), None)
-    return _Layers(by_module, tuple(hooked), expected, without, tuple(watched), dropout)
+
+def _layer(gradients: ExampleGradients, module: nn.Module, name: str, own: Mapping[int, str], whole: bool) -> _Layer:
+    """A recorded module; ``own`` are the names of parameters that are not watched, by id."""
+    kept = module.named_parameters(recurse=whole, remove_duplicate=not reports_uses(module))
+    parameters = {local: own[id(value)] for local, value in kept if id(value) in own}
+    prefix = f"{name}." if name else ""
+    below = [key for key in (*gradients.parameters, *gradients.constants) if key.startswith(prefix)]
+    constants = {key[len(prefix) :]: key for key in below if key[len(prefix) :] not in parameters}
+    return _Layer(name, rule_for(module), parameters, constants)
 
 
 def _is_whole(module: nn.Module, seen_whole: bool) -> bool:

@@ -103,50 +103,6 @@ def _group_pulled_twice_kernel(
 
 
 @triton.jit
-def _normalised_sums_kernel(
-    delta_at, x_at, mean_at, scale_at, along_at, plain_at, rows, positions, per_group,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = row < rows
-    mean = tl.load(mean_at + row // per_group, mask=there, other=0.0)
-    scale = tl.load(scale_at + row // per_group, mask=there, other=0.0)
-    along = tl.zeros([ROWS, BLOCK], delta_at.dtype.element_ty)
-    plain = tl.zeros([ROWS, BLOCK], delta_at.dtype.element_ty)
-    lanes = tl.arange(0, BLOCK)
-    for start in range(0, positions, BLOCK):
-        place = row[:, None] * positions + (start + lanes)[None, :]
-        inside = there[:, None] & (start + lanes < positions)[None, :]
-        delta = tl.load(delta_at + place, mask=inside, other=0.0)
-        x = tl.load(x_at + place, mask=inside, other=0.0)
-        along += delta * (x - mean[:, None])
-        plain += delta
-    tl.store(along_at + row, tl.sum(along, axis=1) * scale, mask=there)
-    tl.store(plain_at + row, tl.sum(plain, axis=1), mask=there)
-
-
-@triton.jit
-def _normalised_sums_back_kernel(
-    delta_at, x_at, mean_at, scale_at, from_along_at, from_plain_at, mean_v_at, along_v_at, to_delta_at, to_x_at,
-    size, positions, per_group, BLOCK: tl.constexpr,
-):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < size
-    row = place // positions
-    group = row // per_group
-    mean = tl.load(mean_at + group, mask=inside, other=0.0)
-    scale = tl.load(scale_at + group, mask=inside, other=0.0)
-    from_along = tl.load(from_along_at + row, mask=inside, other=0.0)
-    x_hat = (tl.load(x_at + place, mask=inside, other=0.0) - mean) * scale
-    v = from_along * tl.load(delta_at + place, mask=inside, other=0.0)
-    to_delta = from_along * x_hat + tl.load(from_plain_at + row, mask=inside, other=0.0)
-    mean_v = tl.load(mean_v_at + group, mask=inside, other=0.0)
-    along_v = tl.load(along_v_at + group, mask=inside, other=0.0)
-    tl.store(to_delta_at + place, to_delta, mask=inside)
-    tl.store(to_x_at + place, scale * (v - mean_v - x_hat * along_v), mask=inside)
-
-
-@triton.jit
 def _unfold_kernel(
     a_at, out_at, size, height, width, out_height, out_width,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
@@ -218,37 +174,6 @@ def _over_groups(kernel: Any, given: tuple[Tensor, ...], weight: Tensor | None, 
         *given, given[0] if weight is None else weight, *results, size, positions, channels // groups, groups,
         HAS_WEIGHT=weight is not None, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
-
-
-def normalised_sums(delta: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Σ_t δ_t x̂_t and Σ_t δ_t, [batch, channels], for contiguous δ and x, [batch, channels, positions]."""
-    batch, channels, positions = x.shape
-    rows = batch * channels
-    block = min(triton.next_power_of_2(positions), 1024)
-    together = 2048 // block
-    along, plain = x.new_empty(batch, channels), x.new_empty(batch, channels)
-    _normalised_sums_kernel[(triton.cdiv(rows, together),)](
-        delta, x, mean, scale, along, plain, rows, positions, channels // mean.shape[1], ROWS=together, BLOCK=block,
-    )  # fmt: skip
-    return along, plain
-
-
-def normalised_sums_back(
-    delta: Tensor, x: Tensor, mean: Tensor, scale: Tensor, sums: _Tensors, cotangents: _Tensors
-) -> _Tensors:
-    """The derivatives of ⟨cotangents, :func:`normalised_sums`⟩ with respect to δ and x; ``sums`` is its result."""
-    batch, channels, positions = x.shape
-    groups = mean.shape[1]
-    (along, plain), (from_along, from_plain) = sums, cotangents
-    size = channels // groups * positions
-    mean_v = (from_along * plain).reshape(batch, groups, -1).sum(dim=2) / size
-    along_v = (from_along * along).reshape(batch, groups, -1).sum(dim=2) / size
-    to_delta, to_x = torch.empty_like(x), torch.empty_like(x)
-    _normalised_sums_back_kernel[(triton.cdiv(x.numel(), _ELEMENTWISE_BLOCK),)](
-        delta, x, mean, scale, from_along.contiguous(), from_plain.contiguous(), mean_v, along_v, to_delta, to_x,
-        x.numel(), positions, channels // groups, BLOCK=_ELEMENTWISE_BLOCK,
-    )  # fmt: skip
-    return to_delta, to_x
 
 
 _Pair = tuple[int, int]

@@ -51,23 +51,6 @@ class NormalisationRule(LayerRule):
         return value.reshape(len(value), -1, *shape).sum(dim=1)
 
 
-class GroupNormRule(NormalisationRule):
-    """:class:`NormalisationRule` for groups of channels, in one kernel if the GPU has one."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda m, x: F.group_norm(x, m.num_groups, eps=m.eps), channels_first=True)
-
-    def gradients(self, call: Call) -> dict[str, Tensor]:
-        """Both sums from one kernel, if there is one."""
-        if call.memo or kernels_for(call.input) is None or call.input.ndim < 3:
-            return super().gradients(call)
-        module: Any = call.module
-        delta, x = (value.flatten(2).contiguous() for value in (call.delta, call.input))
-        named = zip(("weight", "bias"), _NormalisedSums.apply(delta, x, module.num_groups, module.eps), strict=True)
-        call.memo.update({name: value for name, value in named if name in call.parameters})
-        return call.memo
-
-
 class _GroupNorm(Function):
     """x ↦ x̂·weight + bias over groups of channels, by torch's own kernels; [batch, channels, positions]."""
 
@@ -104,25 +87,6 @@ class _GroupPulled(Function):
         return (*found, None, None, None, None)
 
 
-class _NormalisedSums(Function):
-    """(δ, x) ↦ Σ_t δ_t x̂_t and Σ_t δ_t over positions, [batch, channels] each, by GPU kernels."""
-
-    @staticmethod
-    def forward(ctx: Any, delta: Tensor, x: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
-        variance, mean = torch.var_mean(x.reshape(len(x), groups, -1), dim=2, correction=0)
-        scale = (variance + eps).rsqrt()
-        sums: tuple[Tensor, Tensor] = kernels_for(x).normalised_sums(delta, x, mean, scale)
-        ctx.save_for_backward(delta, x, mean, scale, *sums)
-        return sums
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        delta, x, mean, scale, *sums = ctx.saved_tensors
-        to_delta, to_x = kernels_for(x).normalised_sums_back(delta, x, mean, scale, sums, gradients)
-        return to_delta, to_x, None, None
-
-
 def group_norm(
     x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
@@ -147,7 +111,7 @@ _register(nn.LayerNorm, lambda m, x: F.layer_norm(x, m.normalized_shape, eps=m.e
 _register(nn.RMSNorm, lambda m, x: F.rms_norm(x, m.normalized_shape, eps=m.eps), channels_first=False)
 for _kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
     _register(_kind, lambda m, x: F.instance_norm(x, eps=m.eps), channels_first=True)
-register_rule(nn.GroupNorm, GroupNormRule())
+_register(nn.GroupNorm, lambda m, x: F.group_norm(x, m.num_groups, eps=m.eps), channels_first=True)
 register_substitute(
     nn.GroupNorm, lambda m: lambda x: group_norm(x, m.num_groups, m.weight, m.bias, m.eps), device="cuda"
 )

@@ -55,40 +55,43 @@ def run_recurrent(
         UnsupportedCallError: A single sequence without a batch, projections, or dropout in packed sequences.
     """
     dropout = module.dropout if module.training else 0.0
-    packed, kind = sequences if isinstance(sequences, PackedSequence) else None, type(module).__name__
-    if packed is None and sequences.ndim != 3:
-        raise UnsupportedCallError(f"a {kind} is given {sequences.ndim} dimensions; give it [batch, time, features]")
-    if getattr(module, "proj_size", 0):
-        raise UnsupportedCallError(f"a {kind} with proj_size={module.proj_size}; use proj_size=0 and a Linear after it")
-    if packed is not None and dropout:
-        raise UnsupportedCallError(f"a {kind} of packed sequences with dropout={dropout} draws across examples; use 0")
+    packed = sequences if isinstance(sequences, PackedSequence) else None
+    _check_served(module, sequences, dropout)
     x, lengths = (sequences, None) if packed is None else pad_packed_sequence(packed, batch_first=True)
     ends_at = None if lengths is None else lengths.to(x.device)
     time_first = packed is None and not module.batch_first
     x = x.transpose(0, 1) if time_first else x
-    cell, directions = CELLS[mode], 2 if module.bidirectional else 1
+    cell = CELLS[mode]
     given = hx if cell.has_memory and hx is not None else (hx, None)
 
     last: list[tuple[Tensor, Tensor | None]] = []
     for layer in range(module.num_layers):
         outputs = []
-        for direction in range(directions):
-            place = layer * directions + direction
-            first = [None if value is None else value[place] for value in given]
-            suffix = f"l{layer}_reverse" if direction else f"l{layer}"
+        for suffix in (f"l{layer}", f"l{layer}_reverse")[: 1 + module.bidirectional]:
+            first = [None if value is None else value[len(last)] for value in given]
             states, ends = _run_layer(module, mode, suffix, x, first, ends_at, dropout if drops_states else 0.0)
             outputs.append(states)
             last.append(ends)
-        x = outputs[0] if directions == 1 else torch.cat(outputs, dim=2)
+        x = torch.cat(outputs, dim=2)
         if dropout and not drops_states and layer + 1 < module.num_layers:  # drawn in torch's order, time steps first
             x = F.dropout(x.transpose(0, 1), dropout).transpose(0, 1)
 
-    h = torch.stack([state for state, _ in last])
-    c = torch.stack([memory for _, memory in last if memory is not None]) if cell.has_memory else None
     x = x.transpose(0, 1) if time_first else x
     if packed is not None and lengths is not None:
         x = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=packed.sorted_indices is None)
-    return x, h if c is None else (h, c)
+    h, *c = [torch.stack(values) for values in zip(*last, strict=True) if values[0] is not None]
+    return x, (h, *c) if c else h
+
+
+def _check_served(module: Any, sequences: Tensor | PackedSequence, dropout: float) -> None:
+    """Raise for what the sweeps do not know."""
+    kind = type(module).__name__
+    if isinstance(sequences, Tensor) and sequences.ndim != 3:
+        raise UnsupportedCallError(f"a {kind} is given {sequences.ndim} dimensions; give it [batch, time, features]")
+    if getattr(module, "proj_size", 0):
+        raise UnsupportedCallError(f"a {kind} with proj_size={module.proj_size}; use proj_size=0 and a Linear after it")
+    if dropout and isinstance(sequences, PackedSequence):
+        raise UnsupportedCallError(f"a {kind} of packed sequences with dropout={dropout} draws across examples; use 0")
 
 
 def _run_layer(
