@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -44,6 +44,7 @@ _USUAL_PROBES = 3
 _HOOKS = ("hooks", "functorch", "ew")  # Opacus's ways to form p.grad_sample; the first serves for all of them
 
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
+IdOf = Callable[[Any], Any] | Sequence[Hashable] | int | None  # of a stream also a name or place in the batch
 ClipWeights = Tensor | Sequence[float] | Mapping[Hashable, float]  # in the order of the data set, or by id
 
 
@@ -170,7 +171,7 @@ class Accounting:
     execution: Execution = field(default_factory=Execution)
     extra_probes: int = 0
     views: Views | None = None
-    owner_of: object = field(default=None, compare=False)
+    owner_of: Any = field(default=None, compare=False)
     rows_per_owner: int | None = None
     row_reduction: str = "mean"
     unit: str = "owner"
@@ -426,7 +427,7 @@ def run_options(
     optimizer: optim.Optimizer,
     data_loader: DataLoader[object],
     accounting: Accounting,
-    id_of: object,
+    id_of: IdOf,
     *,
     mode: str,
     poisson_sampling: bool,
@@ -456,7 +457,7 @@ def run_options(
     return RunOptions(accounting, amplification=amplification, sample_rate=None, max_memory=max_memory, **options)
 
 
-def _check_stream(loader: DataLoader[object], accounting: Accounting, id_of: object, *, poisson_sampling: bool) -> None:
+def _check_stream(loader: DataLoader[object], accounting: Accounting, id_of: IdOf, *, poisson_sampling: bool) -> None:
     """Raise for streams that cannot be accounted for."""
     stream = f"{type(loader.dataset).__name__} is a stream, from which no example can be drawn at random"
     require(not poisson_sampling, f"{stream}. Pass poisson_sampling=False and id_of=, or data with numbered examples.")
@@ -481,8 +482,8 @@ def _check_stream(loader: DataLoader[object], accounting: Accounting, id_of: obj
 
 
 def with_owners(
-    accounting: Accounting, id_of: object, loader: DataLoader[object], *, poisson_sampling: bool
-) -> tuple[Accounting, object]:
+    accounting: Accounting, id_of: IdOf, loader: DataLoader[object], *, poisson_sampling: bool
+) -> tuple[Accounting, IdOf]:
     """How to account for owners: they are drawn at the rate of the loader's rows, or named in a stream's batches."""
     if is_stream(loader):
         return accounting, accounting.owner_of
@@ -503,7 +504,7 @@ def with_rate(options: RunOptions, prepared: DataLoader[object]) -> RunOptions:
     return replace(options, sample_rate=options.accounting.accumulation_steps * float(sampler.sample_rate))
 
 
-def example_ids(dataset: Sized, id_of: object) -> ExampleIds:
+def example_ids(dataset: Any, id_of: Any) -> ExampleIds:
     """The examples' ids."""
     count = len(dataset)
     return ExampleIds(count, [id_of(i) for i in range(count)] if callable(id_of) else id_of)

@@ -183,7 +183,8 @@ class LeakageLogger:
             engine: The run's engine; on all ranks, of which rank 0 logs.
             *writers: More of them.
         """
-        require(self._engine is None and self._kept == Kept(), "this logger belongs to a run already; make one for each run")
+        unused = self._engine is None and self._kept == Kept()
+        require(unused, "this logger belongs to a run already; make one for each run")
         self.writers += [_Surviving(writer) for writer in writers]
         require(bool(self.writers), "LeakageLogger has no writer; pass one, such as SummaryWriter()")
         steps = max(1, round(1 / engine._training.sample_rate)) if self.every is None else self.every

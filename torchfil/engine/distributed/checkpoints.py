@@ -213,7 +213,6 @@ def read_folder(path: str | os.PathLike[str], ranks: Ranks | None = None, keep: 
 
 def _on_all(ranks: Ranks | None, work: Callable[[], Result], path: str | os.PathLike[str]) -> Result:
     """What the work returns; if it fails on one rank, the first rank's error is raised on all (collective)."""
-    result: Result | None = None
     problem: Exception | None = None
     try:
         result = work()
@@ -370,10 +369,9 @@ class Checkpoints:
         """See :meth:`FILPrivacyEngine.save_checkpoint`."""
         for_module = options.pop("module_state_dict_kwargs", None) or {}
         for_file = options.pop("torch_save_kwargs", None) or {}
-        folder = is_folder(path)
-        require(not (folder and for_file), f"torch_save_kwargs= is for files, and path={path!r} is a folder")
+        require(not (is_folder(path) and for_file), f"torch_save_kwargs= is for files, and path={path!r} is a folder")
         needs = f"path={path!r} is a file, and a sharded model needs a folder: path='{path}/'"
-        require(folder or not is_sharded(module), needs)
+        require(is_folder(path) or not is_sharded(module), needs)
         checkpoint = dict(options.pop("checkpoint_dict", None) or {})
         checkpoint[f"module{_SAVED}"] = module.state_dict(**for_module)
         for name in _PARTS:
@@ -384,7 +382,7 @@ class Checkpoints:
             raise TypeError(f"save_checkpoint has no option {', '.join(options)}")
         state = {**self.state_dict(), "optimizer": self._optimizer_name}
         checkpoint |= {_STATE: state, _RANDOM: [states[_RANDOM] for states in self._states_by_rank()]}
-        if folder:
+        if is_folder(path):
             write_folder(path, checkpoint, self._ranks)
         elif self._ranks is None or self._ranks.rank == 0:
             checkpoint["privacy_accountant_state_dict"] = state["accountant"]  # where Opacus has it

@@ -23,6 +23,7 @@ _Number = Annotated[float, Meta(ge=0, le=1e12)]  # not NaN
 _OrInfinite = Annotated[float, Meta(ge=0)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
+_Dict = dict[str, Any]  # compared with the run's own, or by torch
 
 
 def _parts(**kinds: object) -> Any:
@@ -35,7 +36,7 @@ _Ledger: Any = _parts(
     num_examples=_Count,
     num_coordinates=_Count,
     track=list[str],
-    questions=dict[str, object],
+    questions=_Dict,
     steps=_Count,
     missed_steps=_Count,
     sums=dict[str, Tensor],
@@ -59,7 +60,7 @@ _Run = _parts(
     timeline=_parts(stride=_Count, steps=list[_Count], points=Tensor),
     seed=int,
     pace=_Pace,
-    ranks=dict[str, object] | None,
+    ranks=_Dict | None,
     coordinates_of_rows=Tensor,
     persons=tuple[_Ledger, Tensor] | None,
 )
@@ -68,11 +69,11 @@ _Engine = _parts(
     run=_Run,
     generators=list[_parts(loader=Tensor, canaries=dict[str, Tensor], noise=Tensor, draws=Tensor)],  # type: ignore[misc]
     noise=dict[str, tuple[_Number, _Number]],
-    settings=dict[str, object],
+    settings=_Dict,
     optimizer=str,
 )
 _CONTENT: Any = _parts(
-    module_state_dict=dict[str, object],
+    module_state_dict=_Dict,
     fil_engine_state_dict=_Engine,
     random_state=list[_parts(cpu=Tensor, cuda=list[Tensor])],  # type: ignore[misc]
     privacy_accountant_state_dict=_Accountant,

@@ -323,7 +323,7 @@ def exposed_words(training: PrivateTraining, leakage: Leakage, texts: object, fi
     # one token for each position of the private embedding
     tokens: Any = texts
     if decode is None:
-        require(len(texts) == len(fil), f"texts has {len(texts)} entries for {len(fil)} examples; give one for each")
+        require(len(tokens) == len(fil), f"texts has {len(tokens)} entries for {len(fil)} examples; give one for each")
     elif len(rows):
         tokens = token_ids(training.passes, rows.tolist())
     if not len(rows):
