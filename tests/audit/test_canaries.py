@@ -189,13 +189,18 @@ def test_a_run_resumes_with_its_canaries(tmp_path: Any) -> None:
         ({"canaries": Canaries(5), "poisson_sampling": False}, "needs Poisson sampling"),
         ({"canaries": Canaries(5), "noise_multiplier": 0.0}, "needs Poisson sampling with noise"),
         ({"canaries": Canaries(5, data(5, seed=9)), "owner_of": torch.arange(40) // 2}, "use directions"),
-        ({"canaries": Canaries(20, data(40))}, "take part twice"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_refusals(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(data(40), **{"noise_multiplier": SIGMA, "max_grad_norm": C, **options})
+
+
+def test_nobody_takes_part_twice() -> None:
+    people = data(40)
+    with pytest.raises(ValueError, match="take part twice"):
+        make(people, noise_multiplier=SIGMA, max_grad_norm=C, canaries=Canaries(20, people))
 
 
 @pytest.mark.parametrize(("weaker", "found"), [(1.0, False), (0.2, True)])
