@@ -143,23 +143,6 @@ def test_a_loss_that_balances_experts_is_that_of_each_text_alone(way: str) -> No
     assert relative_error(released, truth) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("name", "labels"),
-    [
-        ("single label", torch.full((COUNT,), 7)),
-        ("single label", torch.rand(COUNT)),
-        ("token classes", classes()),
-    ],
-)
-def test_labels_that_cannot_be_meant_are_refused(name: str, labels: Any, tmp_path: Path) -> None:
-    fit = trainer(name, tmp_path)
-    fit.train_dataset = examples({**CASES[name][1], "labels": labels})
-    before = copy.deepcopy(fit.model.state_dict())
-    with pytest.raises((ValueError, IndexError, RuntimeError)):
-        fit.train()
-    assert all(torch.equal(before[name], value) for name, value in fit.model.state_dict().items())
-
-
 def test_smoothed_labels_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="label_smoothing_factor"):
         trainer("single label", tmp_path, label_smoothing_factor=0.2)
