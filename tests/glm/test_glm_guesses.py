@@ -81,9 +81,9 @@ def test_the_stated_error_is_that_of_the_draws(monkeypatch: pytest.MonkeyPatch) 
     """Against many times the draws; few of them, so that there is an error to be seen."""
     rng = np.random.default_rng(4)
     distances, prior = distances_of(rng.normal(size=(100, 6, 5))), np.full((100, 6), 1 / 6)
-    monkeypatch.setattr("torchfil.glm.guesses._DRAWS", 16384)
+    monkeypatch.setattr("torchfil.glm.guesses._POINTS", 2048)
     reference = best_accuracy(distances, prior).value
-    monkeypatch.setattr("torchfil.glm.guesses._DRAWS", 256)
+    monkeypatch.setattr("torchfil.glm.guesses._POINTS", 32)
     found = best_accuracy(distances, prior)
     errors = np.abs(found.value - reference) / found.error
     assert found.error.max() < 0.01

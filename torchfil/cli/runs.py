@@ -171,7 +171,7 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else "none" if value is None else number(value)
 
 
-def _with_files(command: Callable[..., Any]) -> Callable[..., Any]:
+def _with_files(command: Callable[..., object]) -> Callable[..., object]:
     """Give a command the files that a signature is about; ``files`` has them by role."""
 
     @click.argument("run", type=FILE)
@@ -179,7 +179,7 @@ def _with_files(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--policy", type=FILE, multiple=True, help="The policy that the run is held against.")
     @click.option("--signature", type=FILE, help="The signature file; RUN.sig if not given.")
     @functools.wraps(command)
-    def wrapped(run: Path, weights: Any, policy: Any, signature: Path | None, **options: Any) -> None:
+    def wrapped(run: Path, weights: object, policy: object, signature: Path | None, **options: object) -> None:
         place = signature or run.with_name(f"{run.name}.sig")
         command(files={"run": [run], "weights": weights, "policy": policy}, place=place, **options)
 

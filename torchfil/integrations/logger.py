@@ -118,14 +118,14 @@ def writer_of(writer: Any) -> Write:
 
     kinds = {"add_scalar": tensorboard, "define_metric": wandb, "log_dict": mlflow, "track": aim}
     if hasattr(writer, "log_metrics") and not hasattr(writer, "log_dict"):
-        return writer.log_metrics  # type: ignore[no-any-return]  # a logger of Lightning
+        return writer.log_metrics  # a logger of Lightning
     require(not hasattr(writer, "create_run"), "an MlflowClient does not know the run; pass the module mlflow")
     for method, write in kinds.items():
         if hasattr(writer, method):
             return write
     known = "a SummaryWriter, a W&B run, mlflow, an Aim run, a logger of Lightning, or a function of (numbers, step)"
     require(callable(writer), f"writer {type(writer).__name__} has no way to log that is known; pass {known}")
-    return writer  # type: ignore[no-any-return]
+    return writer
 
 
 # ---------------------------------------------------------------------- when
