@@ -1,7 +1,7 @@
 """Generalised linear models with output perturbation: exact Fisher information loss at any granularity."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchfil.glm.fil import Sensitivity
 from torchfil.glm.guesses import BestGuess, NominalAttribute, Shift, guess
@@ -27,7 +27,7 @@ __all__ += ["Absent", "BestGuess", "Label", "NominalAttribute", "NotConvergedErr
 __all__ += ["SingularHessianError", "guess"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import the models on first use, so that attacks on them can be imported without scikit-learn."""
     if name not in __all__:
         raise AttributeError(f"module 'torchfil.glm' has no attribute {name!r}")
