@@ -29,7 +29,7 @@ BYTES_QUEUED = 2**26  # of their additions, at most
 MAX_POINTS = 200  # of a timeline
 
 # the examples of a batch, and by sum what is added: [batch, …], or one number for all
-_Queued = tuple[Tensor, Mapping[str, Any]]
+_Queued = tuple[Tensor, Mapping[str, Tensor | float]]
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class Ledger:
                     needed = f"for {len(each.rows)} examples it must have {(len(each.rows), *layout[name].shape)}"
                     raise ValueError(f"what is added to {name!r} has shape {tuple(value.shape)}; {needed}")
             if len(each.rows):
-                told = {
+                told: dict[str, Tensor | float] = {
                     "participations": 1,
                     "missed": int(not each.measured),
                     "squared_norm": each.squared_norm,

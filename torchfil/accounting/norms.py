@@ -249,7 +249,7 @@ class NormHistory:
             rows.copy_(state[name].view_as(rows))
         self._clear()
 
-    def _numbers(self) -> dict[str, Any]:
+    def _numbers(self) -> dict[str, float]:
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
 

@@ -581,7 +581,7 @@ class _Captured:
     """
 
     def __init__(
-        self, batch: PrivateBatch, size: int, wanted: Wanted, pool: Any, *, probes_at_once: int, warm_up: bool
+        self, batch: PrivateBatch, size: int, wanted: Wanted, pool: object, *, probes_at_once: int, warm_up: bool
     ) -> None:
         gradients, device = batch.gradients, batch.gradients.device
         self.batch, self.wanted, self.size, self.probes_at_once = batch, wanted, size, probes_at_once

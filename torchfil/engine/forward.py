@@ -80,7 +80,7 @@ class ForwardPass:
     """
 
     ids: list[int] | None
-    batch: Any
+    batch: object
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: Any
@@ -226,7 +226,7 @@ class Observer:
             raise ValueError(f"{counted} (accumulation_steps={parts}): {remedy}. {_HOW_TO_DROP}")
         self.check_not_accumulated(finished)
 
-    def watch(self, forward: ForwardPass, outputs: Any) -> None:
+    def watch(self, forward: ForwardPass, outputs: object) -> None:
         """Note a forward pass, and watch for gradients that arrive at its outputs, as the loop receives them."""
         watched = [(k, leaf) for k, leaf in enumerate(tensors_of(outputs)) if leaf.requires_grad]
         for k, leaf in watched:
@@ -264,7 +264,7 @@ class LossInside:
         self.replica = replica
         self.made_from: dict[Hashable, dict[int, list[int]]] = {}
 
-    def losses_in(self, outputs: Any) -> list[int]:
+    def losses_in(self, outputs: object) -> list[int]:
         """The places of losses among the outputs: single numbers with a graph, alone or with other outputs."""
         return [k for k, leaf in enumerate(tensors_of(outputs)) if leaf.requires_grad and leaf.ndim == 0]
 
@@ -479,7 +479,7 @@ class HookedForward:
             handle.remove()
         self.observer.forget_finished()
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: object) -> None:
         self._masks, self._watch = [], None
         if not (module.training and torch.is_grad_enabled()):
             return
@@ -491,7 +491,7 @@ class HookedForward:
             self._open.enter_context(differentiable_twice())
             self._masks = self._open.enter_context(recorded_masks())
 
-    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: object) -> Any:
         self._open.close()  # also after an error inside the forward pass
         if self._watch is not None:
             self._draws = self._watch.moved()
@@ -552,7 +552,7 @@ class RecordedModule(AbstractGradSampleModule):
             module, loop_forward=None, batch_first=self.batch_first, loss_reduction=self.loss_reduction
         ).train(self.training)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """As for any module, but refused while it belongs to a run, which cannot be pickled.
 
         Raises:

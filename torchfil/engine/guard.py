@@ -177,11 +177,11 @@ class Guard:
 
     # ------------------------------------------------------------------ the batch
 
-    def moved(self, tree: Any) -> Any:
+    def moved(self, tree: object) -> Any:
         """The same, with its tensors on the model's device."""
         return map_tensors(lambda leaf: leaf.to(self.replica.device), tree)
 
-    def check_inputs(self, call: ForwardPass, targets: Any) -> Flag | None:
+    def check_inputs(self, call: ForwardPass, targets: object) -> Flag | None:
         """Are inputs and targets finite?"""
         floating = [leaf for leaf in tensors_of((call.args, call.kwargs, targets)) if leaf.is_floating_point()]
         failed = [~leaf.sum(dtype=torch.float64).isfinite().to(self.replica.device) for leaf in floating]
@@ -335,7 +335,7 @@ class Guard:
                 raise LossMismatchError(_WEIGHTED_BY_OPACUS)
             self._warn_once(WEIGHTED_BY_TOKENS)
 
-    def check_weights(self, loss: IdentifiedLoss, targets: Any) -> Flag | None:
+    def check_weights(self, loss: IdentifiedLoss, targets: object) -> Flag | None:
         """Does a mean over a batch's tokens make weights depend on others? In a loop the gradients show it."""
         function = loss.function
         if WEIGHTED_BY_TOKENS in self._warned or not (isinstance(function, TokenMean) and function.mean):
@@ -348,7 +348,13 @@ class Guard:
     # ------------------------------------------------------------------ what the engine computed
 
     def compare_outputs(
-        self, call: ForwardPass, ours: Any, loss: IdentifiedLoss, part: OwnedRows | None, *, by_opacus: bool
+        self,
+        call: ForwardPass,
+        ours: Sequence[Tensor],
+        loss: IdentifiedLoss,
+        part: OwnedRows | None,
+        *,
+        by_opacus: bool,
     ) -> Flag:
         """Do the gradients at the outputs, ours and the loop's, agree? With ``part``, at the rows of these owners."""
         observed, weightings = tensors_of(self.observed(call)), loss.weightings(self.targets(call))
@@ -506,8 +512,7 @@ def _share_mixed(call: ForwardPass, loss: IdentifiedLoss, gradients: ExampleGrad
         with gradients.forward_state():
             own = {**weights, **gradients.own_constants()}
             value = loss(call_with(gradients.model, own, call.args, call.kwargs), None)
-        options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
-        found = torch.autograd.grad(value, list(weights.values()), **options)
+        found = torch.autograd.grad(value, list(weights.values()), allow_unused=True, materialize_grads=True)
         of_batch = flatten(dict(zip(weights, found, strict=True)))
     count, size = len(gradients), gradients.num_parameters
     source = torch.Generator(gradients.device).manual_seed(0)
@@ -554,7 +559,7 @@ def _check_finite_outputs(call: ForwardPass) -> None:
             raise RuntimeError(_DIVERGED.format(_NOT_TAKEN))
 
 
-def _with_rows(tree: Any) -> list[Tensor]:
+def _with_rows(tree: object) -> list[Tensor]:
     return [leaf for leaf in tensors_of(tree) if leaf.ndim and len(leaf)]
 
 

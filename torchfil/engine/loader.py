@@ -74,12 +74,12 @@ class BatchTracker:
     def __init__(self) -> None:
         self.token = next(_TOKENS)
         self.ids: list[int] | None = None
-        self.earlier: deque[Any] = deque(maxlen=2)
+        self.earlier: deque[object] = deque(maxlen=2)
         self.parts = 1
         self.draws: set[frozenset[int]] = set()
         self.example_of: Callable[[int], int] = int
         self.rows_of: Callable[[list[Any]], list[int]] = list
-        self._read: Any = None
+        self._read: object = None
         self._carried: list[Any] = []
         self._as_it_came: Any = None
         self._thread: int | None = None
@@ -96,7 +96,7 @@ class BatchTracker:
             self.draws.add(frozenset(drawn))
         return (drawn[part :: self.parts] for part in range(self.parts))
 
-    def take(self, ids: list[Any], batch: Any) -> None:
+    def take(self, ids: list[Any], batch: object) -> None:
         """Make this the current batch."""
         if self._thread is not None and self._thread != threading.get_ident():
             return
@@ -164,12 +164,12 @@ _READ_BY: dict[type, tuple[str, ...]] = {
 _REMEMBERING: dict[type, Any] = {}
 
 
-def can_remember(batch: Any) -> bool:
+def can_remember(batch: object) -> bool:
     """Whether a batch can carry ids: a list, a tuple, a dict, or a ``UserDict`` such as Hugging Face's."""
     return type(batch) in _READ_BY or isinstance(batch, UserDict)
 
 
-def remembering(batch: Any, ids: Sequence[Any], token: int) -> Any:
+def remembering(batch: Any, ids: Sequence[Hashable], token: int) -> Any:
     """The batch with its ids; when read, it becomes the current batch of the tracker with that token."""
     kind = type(batch)
     if kind not in _REMEMBERING:
@@ -635,7 +635,7 @@ def split_batch(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | 
     raise ValueError(f"cannot tell the targets in a batch of type {type(batch).__name__}; {remedy}")
 
 
-def is_target_name(name: Any) -> bool:
+def is_target_name(name: object) -> bool:
     """Whether an entry of a dict batch, or an input of a model, with that name holds labels.
 
     Example:

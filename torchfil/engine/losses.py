@@ -125,11 +125,11 @@ class IdentifiedLoss:
             return cls(name, TokenMean(summed))
         return cls(name, criterion)
 
-    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+    def __call__(self, outputs: object, targets: object) -> Tensor:
         """The loss."""
         return self.function(outputs if self.place is None else tensors_of(outputs)[self.place], targets)
 
-    def weightings(self, targets: Any) -> list[Tensor | float]:
+    def weightings(self, targets: object) -> list[Tensor | float]:
         """The weights w, [batch] or one number each, that the loop's loss may give the examples of a batch; first 1.0.
 
         Besides equal weights these are B n_i / Σ_j n_j, those of a mean over the batch's targets that count. For
@@ -150,7 +150,7 @@ class IdentifiedLoss:
 # ---------------------------------------------------------------------- compare gradients at the outputs
 
 
-def output_gradients(loss: IdentifiedLoss, outputs: Any, targets: Any) -> list[Tensor]:
+def output_gradients(loss: IdentifiedLoss, outputs: object, targets: object) -> list[Tensor]:
     """∂ℓ(o_i, y_i)/∂o_i of every example, for each tensor of the outputs; 0 for integers and single numbers.
 
     For the model's own loss, which is one of its outputs, the gradient is 1 there.
@@ -173,7 +173,7 @@ def output_gradients(loss: IdentifiedLoss, outputs: Any, targets: Any) -> list[T
     return [next(found) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in tensors_of(outputs)]
 
 
-def placed(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Sequence[Tensor]) -> IdentifiedLoss:
+def placed(loss: IdentifiedLoss, outputs: object, targets: object, observed: Sequence[Tensor]) -> IdentifiedLoss:
     """The same loss of the only output that a gradient reached, if it does not take all outputs together.
 
     This is for loops such as ``criterion(outputs[1], y)``.
@@ -191,7 +191,7 @@ def _differentiable(leaf: Tensor) -> Tensor:
     return leaf.detach().requires_grad_(leaf.is_floating_point() and leaf.ndim > 0)
 
 
-def relative_differences(alone: Any, observed: Any, weightings: Sequence[Tensor | float]) -> Tensor:
+def relative_differences(alone: object, observed: object, weightings: Sequence[Tensor | float]) -> Tensor:
     """``max |w_i a_i − b_i| / max |b|`` over all outputs, for each weighting w, [weightings]; it stays on the device.
 
     Args:
@@ -212,14 +212,14 @@ def relative_differences(alone: Any, observed: Any, weightings: Sequence[Tensor 
     return torch.stack(distances) / size.clamp(min=1e-300)
 
 
-def _agreements(loss: IdentifiedLoss, alone: Any, observed: Any, targets: Any) -> list[bool]:
+def _agreements(loss: IdentifiedLoss, alone: object, observed: object, targets: object) -> list[bool]:
     """Whether the gradients agree, for each of the loss's weightings; rounding may cause a small difference."""
     dtypes = [leaf.dtype for leaf in tensors_of(alone) if leaf.is_floating_point()]
     tolerance = max(_TOLERANCE.get(dtype, _LOOSE_TOLERANCE) for dtype in dtypes)
     return [each < tolerance for each in relative_differences(alone, observed, loss.weightings(targets)).tolist()]
 
 
-def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "mean") -> IdentifiedLoss:
+def identify_loss(outputs: object, targets: object, observed: object, reduction: str = "mean") -> IdentifiedLoss:
     """The loss whose gradient at the output is the observed one; of several outputs, the one that a gradient reached.
 
     Args:
@@ -246,7 +246,7 @@ def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "m
     raise LossMismatchError(_not_identified(outputs, targets, len(reached), hint))
 
 
-def likely_loss(outputs: Any, targets: Any) -> IdentifiedLoss:
+def likely_loss(outputs: object, targets: object) -> IdentifiedLoss:
     """The first loss that takes such outputs and targets, if no loop shows which it is.
 
     Raises:
@@ -258,7 +258,7 @@ def likely_loss(outputs: Any, targets: Any) -> IdentifiedLoss:
     raise LossMismatchError(_not_identified(outputs, targets, 1, ""))
 
 
-def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) -> bool:
+def check_loss(loss: IdentifiedLoss, outputs: object, targets: object, observed: object) -> bool:
     """Raise :class:`LossMismatchError` unless the observed gradient at the output is that of the loss.
 
     Returns:
@@ -274,7 +274,7 @@ def check_loss(loss: IdentifiedLoss, outputs: Any, targets: Any, observed: Any) 
     raise LossMismatchError(f"{differs}: another loss, or one that mixes examples. {remedy} This step was not taken.")
 
 
-def check_equal_weights(loss: IdentifiedLoss, outputs: Any, targets: Any) -> bool:
+def check_equal_weights(loss: IdentifiedLoss, outputs: object, targets: object) -> bool:
     """Compare the gradient of a criterion's value on a batch with those of its values on single examples.
 
     The values themselves hardly show how a criterion weights examples: at the start of training all losses are nearly
@@ -333,7 +333,7 @@ def _reshaped(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor) -> 
     return loss(outputs, targets.reshape(outputs.shape))
 
 
-def _common_factor(expected: Any, observed: Any) -> float | None:
+def _common_factor(expected: object, observed: object) -> float | None:
     """c if observed = c · expected, else None."""
     want, seen = (torch.cat([leaf.reshape(-1).double() for leaf in tensors_of(part)]) for part in (expected, observed))
     factor = float((want * seen).sum() / want.square().sum().clamp(min=1e-300))
@@ -349,7 +349,7 @@ def _scaled(factor: float) -> str:
     )
 
 
-def _not_identified(outputs: Any, targets: Any, reached: int, hint: str) -> str:
+def _not_identified(outputs: object, targets: object, reached: int, hint: str) -> str:
     """The error of a loss that is not identified, with the line to write."""
     line, split = "nn.NLLLoss()", "(batch[0], batch[0]) (an autoencoder)"
     if reached > 1:

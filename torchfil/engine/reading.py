@@ -228,7 +228,7 @@ def population_bound(training: PrivateTraining, prior: Prior | tuple[Any, Any] |
     return population_mse_bound(trace, leakage.num_coordinates, prior)
 
 
-def rdp_bound(releases: Releases, num_coordinates: int, diameters: Any, reading: str) -> float:
+def rdp_bound(releases: Releases, num_coordinates: int, diameters: object, reading: str) -> float:
     """Theorem 1 of Guo et al. 2022, with the run's Rényi divergence."""
     require(reading in ("replace-one", "paper"), f"reading={reading!r} must be 'replace-one' or 'paper'")
 
@@ -295,7 +295,7 @@ def _mechanism_in_words(training: PrivateTraining, releases: Releases) -> str:
     return f"{noise}, {clipping}, amplification by {amplification}, {private}"
 
 
-def _listed(coordinates: Any) -> Any:
+def _listed(coordinates: object) -> Any:
     """Tensors and arrays as lists, whose text is complete."""
     if isinstance(coordinates, Mapping):
         return {key: _listed(value) for key, value in coordinates.items()}

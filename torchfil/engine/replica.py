@@ -104,7 +104,7 @@ class Replica:
     def free_weights(self) -> None:
         """Free weights that were gathered."""
 
-    def examples_first(self, tree: Any) -> Any:
+    def examples_first(self, tree: object) -> Any:
         """The user's inputs, or a batch, with the examples along the first dimension, as ``live`` takes them."""
         return tree if self.batch_first else models.turned(tree)
 
@@ -132,7 +132,7 @@ class Replica:
         self,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        targets: Any,
+        targets: object,
         private: Private | None,
         *,
         check_values: bool = True,
@@ -357,7 +357,7 @@ def _places_of_weights(module: nn.Module) -> list[tuple[str, dict[str, Any], str
     return places
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Whether a copy may share this value: a number, a flag, a text, or a function that can be imported.
 
     Hugging Face's models hold their checkpointing function as an attribute when checkpointing is on.

@@ -106,7 +106,7 @@ class OverRows:
         self.loss_reduction, self.row_reduction = loss_reduction, row_reduction
         self._of_row = criterion if isinstance(criterion, IdentifiedLoss) else IdentifiedLoss.of(criterion)
 
-    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+    def __call__(self, outputs: object, targets: object) -> Tensor:
         """The batch's loss."""
         losses = self.by_example(outputs, targets)
         return losses.mean() if self.loss_reduction == "mean" else losses.sum()
@@ -162,7 +162,7 @@ class OwnedRows:
         """How many rows each owner has here, [batch]."""
         return (self.numbers >= 0).sum(dim=1)
 
-    def grouped(self, tree: Any) -> Any:
+    def grouped(self, tree: object) -> Any:
         """The owners' rows, [batch, K, …], from tensors by row, [rows, …]."""
         return map_tensors(lambda leaf: leaf[self.index.to(leaf.device, non_blocking=True)], tree)
 
@@ -174,7 +174,7 @@ class OwnedRows:
         sizes = self.counts.repeat_interleave(self.counts).to(by_row, non_blocking=True)
         return by_row * sizes.reshape(-1, *(1,) * (by_row.ndim - 1))
 
-    def in_order(self, outputs: Any) -> Any:
+    def in_order(self, outputs: object) -> Any:
         """Outputs of the owners, [batch, K, …], in the order of the batch's rows."""
         places = self.places[self.rows.argsort()]
         return map_tensors(lambda leaf: leaf.flatten(0, 1)[places.to(leaf.device, non_blocking=True)], outputs)

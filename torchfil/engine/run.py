@@ -134,7 +134,10 @@ class Run:
             self.persons = Persons(owners, asked, lambda: self.leakage, how, self.clip_weights)
 
         # the current step
-        self._grouped: tuple[Any, list[OwnedRows]] = (None, [])  # the last batch's ids, and its rows by owner
+        self._grouped: tuple[list[int] | None, list[OwnedRows]] = (
+            None,
+            [],
+        )  # the last batch's ids, and its rows by owner
         self.accountant = accountant
         self.is_updated = True
         self.clear_batch()
@@ -443,11 +446,13 @@ class Run:
                 self.timeline.note(step, trace.to(self.device), own.clamp(min=1).to(self.device))
 
     def _empty_history(self) -> NormHistory:
-        together: dict[str, Any] = {}
-        if self.ranks is not None:
-            together = {"exchange": self.ranks.joined, "every": max(1, round(1 / self._passes_per_step))}
         n, own_steps = self.ids.num_examples, self._knows_batches
-        return NormHistory(n, self.device, self.clip_weights, own_steps=own_steps, **together)
+        if self.ranks is None:
+            return NormHistory(n, self.device, self.clip_weights, own_steps=own_steps)
+        every = max(1, round(1 / self._passes_per_step))
+        return NormHistory(
+            n, self.device, self.clip_weights, own_steps=own_steps, exchange=self.ranks.joined, every=every
+        )
 
     def _check_memory(self, needed: int) -> None:
         accounting = self.options.accounting

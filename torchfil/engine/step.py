@@ -47,7 +47,7 @@ class _Piece(NamedTuple):
     """
 
     call: ForwardPass
-    ids: list[Any]
+    ids: list[int]
     examples: Examples
     part: OwnedRows | None
     is_first: bool
@@ -91,7 +91,7 @@ class Step:
 
     # ------------------------------------------------------------------ the two entries
 
-    def train_step(self, optimizer: FILOptimizer, inputs: Any, targets: Any = NO_TARGETS) -> Tensor:
+    def train_step(self, optimizer: FILOptimizer, inputs: object, targets: object = NO_TARGETS) -> Tensor:
         """A whole private step on the current batch; see :meth:`FILPrivacyEngine.train_step`."""
         found: list[StepValues | None] = []
 
@@ -344,15 +344,21 @@ class Step:
         if call.outputs is None and (self.replica.drops_now() or self.replica.key != self._drew_nothing_at):
             again = self.replica.masks_again(*inputs)
             call.masks = self._fresh_masks(call) if again is None else again
-        parts: Sequence[Any] = self.run.by_owner(call) if self.options.accounting.by_owner else [None]
+        parts: Sequence[OwnedRows | None] = self.run.by_owner(call) if self.options.accounting.by_owner else [None]
         pieces: list[_Piece] = []
         for part in parts:
             examples, groups = call.examples, None
             if examples is None:
                 groups = None if part is None else part.index
                 private, first = private_without_labels(self.options.private, *inputs), self.run.ledger is None
-                laid_out: dict[str, Any] = {"check_values": first, "part": part, "max_rows": self.run.max_rows}
-                examples = self.replica.lay_out(*inputs, self._targets(call), private, **laid_out)
+                examples = self.replica.lay_out(
+                    *inputs,
+                    self._targets(call),
+                    private,
+                    check_values=first,
+                    part=part,
+                    max_rows=self.run.max_rows,
+                )
             elif part is not None:  # a pass over owners has drawn the masks
                 inputs = examples.public[:2]
             masks = self.replica.masks_by_example(call.masks, *inputs, groups)
@@ -360,7 +366,7 @@ class Step:
             pieces.append(_Piece(call, call.ids or [] if part is None else part.owners, examples, part, not pieces))
         return pieces
 
-    def gradients_of(self, inputs: Any, targets: Any) -> list[ExampleGradients]:
+    def gradients_of(self, inputs: object, targets: object) -> list[ExampleGradients]:
         """The gradients of other examples at the current weights; none before the loss and a first batch are known."""
         loss = self.run.loss
         if loss is None or self.run.ledger is None:  # the first batch decides what is private
@@ -371,7 +377,7 @@ class Step:
     # ------------------------------------------------------------------ the loop's forward pass
 
     def begin_forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: object
     ) -> tuple[Examples, RecordedForward | StartedGraph, Any] | None:
         """The forward half of the pass over the loop's inputs, with its outputs; None: the loop runs a plain pass.
 

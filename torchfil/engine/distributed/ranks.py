@@ -142,7 +142,7 @@ def _nothing(value: Tensor) -> Tensor:
     return torch.full((), float("nan"), dtype=value.dtype, device=value.device).expand(value.shape)
 
 
-def part_like(whole: Any, like: Any) -> Any:
+def part_like(whole: object, like: object) -> Any:
     """This rank's part of a tensor that is the same on all ranks; anything else, and without sharding, all of it.
 
     Args:
@@ -323,13 +323,13 @@ class Ranks:
             remedy = "Read a run on all ranks, or call engine.gather() on all and then read on one."
             raise RuntimeError(f"not all ranks came ({error}). {remedy}") from error
 
-    def objects(self, value: Any) -> list[Any]:
+    def objects(self, value: object) -> list[Any]:
         """The ranks' values, in order; plain values and small tensors on the CPU."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def sum(self, value: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
+    def sum(self, value: Tensor, operation: object = dist.ReduceOp.SUM) -> Tensor:
         """Σ over the ranks."""
         value = value.detach().to("cpu", copy=True).contiguous()
         dist.all_reduce(value, op=operation, group=self._group)
