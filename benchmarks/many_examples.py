@@ -119,7 +119,7 @@ def train_and_save(size: int, path: Path, *, all_drawn: bool) -> Json:
     if all_drawn:
         _draw_all(engine)
     times["trained"] = time.process_time()
-    engine.save_run(path, delta=1e-8, hash_data=False, pictures=0, input_range=(-1.0, 1.0))
+    engine.save_run(path, delta=1e-8, hash_data=False, input_range=(-1.0, 1.0))
     times["saved"] = time.process_time()
     ledger, history = engine.ledger, engine._training.run.history
     assert ledger is not None
