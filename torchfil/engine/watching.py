@@ -13,13 +13,15 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchfil.engine.distributed.ranks import Ranks
-from torchfil.gate.policy import Policy
 from torchfil.utils.errors import require
+
+if TYPE_CHECKING:
+    from torchfil.gate.policy import Policy
 
 
 def surviving(what: str, work: Callable[..., object]) -> Callable[..., None]:

@@ -45,7 +45,7 @@ def levels_of(run: SavedRun) -> dict[str, Levels]:
     for question in run.questions:  # of the measured ones, as on the page
         rates = np.where(baselines.status_of(run) < baselines.NOT_MEASURED, question.rate(FALSE_POSITIVE_RATE), 0.0)
         levels[_QUESTION + question.name] = Levels(np.searchsorted(RATES, rates), len(RATES) + 1)
-    low = np.asarray(run.columns.get("mse_bound_low", run.column("mse_bound")), dtype=np.float64)
+    low = run.lower_ends
     with np.errstate(divide="ignore"):
         places = np.searchsorted(EXPONENTS, np.log10(low, where=told, out=np.zeros(n)) - 1e-9)
     levels[_BOUNDS] = Levels(np.where(told, places, len(EXPONENTS) + 1), len(EXPONENTS) + 2, with_empty=False)
@@ -118,14 +118,14 @@ def writer_of(writer: Any) -> Write:
 
     kinds = {"add_scalar": tensorboard, "define_metric": wandb, "log_dict": mlflow, "track": aim}
     if hasattr(writer, "log_metrics") and not hasattr(writer, "log_dict"):
-        return writer.log_metrics  # type: ignore[no-any-return]  # a logger of Lightning
+        return writer.log_metrics  # a logger of Lightning
     require(not hasattr(writer, "create_run"), "an MlflowClient does not know the run; pass the module mlflow")
     for method, write in kinds.items():
         if hasattr(writer, method):
             return write
     known = "a SummaryWriter, a W&B run, mlflow, an Aim run, a logger of Lightning, or a function of (numbers, step)"
     require(callable(writer), f"writer {type(writer).__name__} has no way to log that is known; pass {known}")
-    return writer  # type: ignore[no-any-return]
+    return writer
 
 
 # ---------------------------------------------------------------------- when
@@ -198,7 +198,7 @@ class LeakageLogger:
         if engine is None or engine.ledger is None:
             return
         step = engine.ledger.steps
-        run = engine._saved_run("LeakageLogger", self.delta, kept=self._kept, pictures=0)
+        run = engine._saved_run("LeakageLogger", self.delta, kept=self._kept, records=False)
         if run is None:
             return
         levels = levels_of(run)

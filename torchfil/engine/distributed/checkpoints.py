@@ -36,7 +36,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from torchfil.engine.assembly import PrivateTraining
-from torchfil.engine.distributed.content import check_content
 from torchfil.engine.distributed.ranks import Ranks, is_sharded, part_like
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.run import weights_in_words
@@ -398,6 +397,8 @@ class Checkpoints:
             raise TypeError(f"load_checkpoint has no option {', '.join(options)}")
         checkpoint = self._read(path, module, parts["optimizer"], for_file)
         require(_STATE in checkpoint, f"{path} holds no Fisher accounting; it was not saved by engine.save_checkpoint")
+        from torchfil.engine.distributed.content import check_content  # which needs msgspec
+
         check_content(checkpoint, path, parts["optimizer"])
         state, by_rank = checkpoint.pop(_STATE), checkpoint.pop(_RANDOM)
         name, other = self._optimizer_name, state["optimizer"]

@@ -25,7 +25,7 @@ from torchfil.engine import reading
 from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.engine.reading import Releases
 from torchfil.engine.saving.attributes import attribute_table, baselines, tracked_table
-from torchfil.engine.saving.data import data_sha256, exposed_words, pixels_of_coordinates, read_blind_guess, thumbnails
+from torchfil.engine.saving.data import are_pixels, data_sha256, exposed_words, read_blind_guess
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
@@ -60,7 +60,7 @@ def build_saved_run(
     unit_of_inputs: str = "",
     input_range: tuple[float, float] | None = None,
     groups: Mapping[str, Labels] | None = None,
-    pictures: int = 8,
+    records: bool = True,
     texts: object = None,
     attacks: Sequence[AttackResult | BoundComparison] = (),
     hash_data: bool = True,
@@ -82,11 +82,11 @@ def build_saved_run(
     require(finite, f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
     passes, ids, d = training.passes, leakage.ids, leakage.num_coordinates
     table = tracked_table(training, leakage, named, with_texts=texts is not None)
-    records, labels = _attack_records(leakage, attacks), _labels(groups or {}, ids.all())
+    attacked, labels = _attack_records(leakage, attacks), _labels(groups or {}, ids.all())
     columns = _columns(training, accountant, leakage, delta, equalised)
 
     # all of these read the data set, whose augmentation would advance the generators of a continuing run
-    shown = words = people = None
+    words = people = None
     with preserve_rng():
         checksum, blind = _read_once(passes, d, kept, thorough=hash_data)
         about = _about(training, accountant, leakage, delta, checksum)
@@ -94,11 +94,11 @@ def build_saved_run(
             columns |= blind.column
             if table is not None:
                 table = table.with_levels(blind.everybody.pooled(table.places).spread)
-        attributes = None if table is None else table.read(leakage, pixels_of_coordinates(passes, d))
-        if pictures > 0 and passes.dataset is not None:  # a stream cannot be read again
-            shown = thumbnails(training, leakage, columns, pictures)
-            if table is not None and blind is not None and attributes is not None and attributes.pixels is None:
-                people = table.records(leakage, passes, columns)
+        attributes = None if table is None else table.read(leakage)
+        if table is not None and table.names == table.coordinates and are_pixels(passes, d):
+            records = False
+        if records and table is not None and blind is not None:  # a stream cannot be read again
+            people = table.records(leakage, passes, columns)
         if texts is not None:
             words = exposed_words(training, leakage, texts, columns["fil"])
 
@@ -116,12 +116,11 @@ def build_saved_run(
         columns=columns,
         attributes=attributes,
         groups=labels,
-        pictures=shown,
         records=people,
         texts=words,
         history=_history(training, accountant, leakage, delta),
         bounds=_bounds(accountant.history, input_range),
-        attacks=records,
+        attacks=attacked,
         questions=[_question(leakage, name) for name in leakage.ledger.questions],
         rounds={} if equalised is None else equalised.columns(),
         baselines=None if blind is None else baselines(blind, table),
