@@ -239,10 +239,7 @@ ROWS = (
         2,
         ("mnist",),
         reason="An attacker who knows that pixels lie in [0, 1] makes better guesses, and biased ones: the bound "
-        "speaks about unbiased "
-        "attackers. With 1,000 releases more digits are below it beyond chance, and none is below the bound that "
-        "applies to this "
-        "attacker's bias (docs/attacks.md). The paper does not say whether its guesses are kept in the range.",
+        "speaks about unbiased attackers. The paper does not say whether its guesses are kept in the range.",
     ),
     Row(
         "guo-figure4",

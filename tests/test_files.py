@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests.engine.loops import data, train
-from torchfil.utils import files
 from torchfil.utils.files import replaced_when_complete, temporary_beside, write_bytes
 
 
@@ -63,20 +62,6 @@ def test_a_folder_that_was_being_replaced_comes_back(tmp_path: Path) -> None:
     write_bytes(tmp_path / "other", b"")
     assert names(tmp_path) == ["other", "report.v1"]
     assert (tmp_path / "report.v1" / "index.html").read_text() == "old"
-
-
-def test_one_that_is_taken_before_it_is_locked_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[str] = []
-
-    def flock(handle: int, how: int) -> None:
-        if not taken:
-            taken.extend(names(tmp_path))
-            os.unlink(tmp_path / taken[0])
-
-    monkeypatch.setattr(files.fcntl, "flock", flock)
-    write_bytes(tmp_path / "run.pt", b"whole")
-    assert taken
-    assert names(tmp_path) == ["run.pt"]
 
 
 def test_errors_name_the_file_and_not_the_temporary_and_others_come_through(tmp_path: Path) -> None:

@@ -1,12 +1,11 @@
 """The fixture ``assert_private_step``, for every project that has torchfil installed; it loads torch when used."""
 
-from typing import Any
 
 import pytest
 
 
 @pytest.fixture
-def assert_private_step() -> Any:
+def assert_private_step() -> object:
     """:func:`torchfil.testing.assert_private_step`."""
     from torchfil import testing
 

@@ -14,7 +14,7 @@ from tests.engine.loops import make, step
 from tests.refused import all_refused
 from torchfil.attacks import AttackResult, GLMReconstruction
 from torchfil.attacks.base import mean_of_trials
-from torchfil.glm import Composition, LogisticRegression
+from torchfil.glm import LogisticRegression
 
 compare = torchfil.compare_with_bounds
 
@@ -68,8 +68,6 @@ def test_a_linear_model_against_its_reconstruction() -> None:
     assert found.predicted.tolist() == model.mse_bound(X, y, 1e-6, private_target=False)[[5, 1]].tolist()
     assert not found.violated.any()
     assert (compare(model, attack, X=X, y=y, sigma=1e-6, private_target=True).predicted != found.predicted).all()
-    both = compare(Composition([(model, 1e-6), (model, 1e-6)]), attack, X=X, y=y)
-    assert both.predicted == pytest.approx(found.predicted / 2)
     refused = {
         "need ..X., .y..": lambda: compare(model, attack),
         "need ..sigma..": lambda: compare(model, result([1.0]), X=X, y=y),
@@ -88,9 +86,6 @@ def test_an_engine_gives_its_bounds() -> None:
     found = compare(engine, result([1e9, 1e9], [1.0, 1.0], ids=[7, 3]))
     assert found.predicted.tolist() == engine.get_mse_bound([7, 3]).value.tolist()
     assert (found.predicted_low <= found.predicted).all()
-    low, high = found.ratio_interval
-    assert ((low <= found.ratio) & (found.ratio <= high)).all()
-    assert low.tolist() == (found.achieved_low / found.predicted_high).tolist()
 
 
 def test_guesses_that_never_saw_the_model_and_blind_ones() -> None:

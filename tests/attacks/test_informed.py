@@ -67,15 +67,6 @@ def test_in_a_linear_gaussian_model_the_guess_and_its_error_have_closed_forms() 
     assert found.achieved[0] == pytest.approx(bound, rel=4 * (2 / (runs * d)) ** 0.5)
 
 
-def test_without_noise_the_example_is_found() -> None:
-    transcripts = record(5, 1e-7, sample_rate=0.6)
-    drawn = transcripts.batches[0].any(dim=0).nonzero().flatten().tolist()[:2]
-    assert len(drawn) == 2
-    result = informed_reconstruction(transcripts, drawn, restarts=2, iterations=25, seed=0)
-    assert (result.achieved < 1e-9).all()
-    assert result.standard_error is None
-
-
 def test_information_is_that_of_the_package() -> None:
     """One step from known weights: the same Fisher information matrix as torchfil.fisher gives."""
     model, x, y = problem(5)

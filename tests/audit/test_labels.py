@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchfil.audit.labels import LabelAudit, audit_labels
+from torchfil.audit.labels import audit_labels
 
 
 def draw(p: Tensor) -> Tensor:
@@ -87,7 +87,6 @@ def test_placebos_notice_a_wrong_reference(wrong: str) -> None:
     assert audit.epsilon is None
     assert audit.placebo > 0
     assert not audit.exceeds_label_claim
-    assert str(audit).startswith("Cannot tell")
     assert audit_labels(p.log(), labels, reference, reference_error=2.0).epsilon == 0
 
 
@@ -107,38 +106,19 @@ def test_a_model_that_memorised_is_found_and_contradicts_a_promise_about_labels_
     audit = audit_labels(outputs, labels.numpy().astype("uint8"), p, claimed_label_epsilon=3.0, delta=1e-6)
     assert (audit.epsilon or 0.0) > 5
     assert audit.exceeds_label_claim
-    assert "replaced label: claimed ε 3.00, audited ε ≥" in str(audit)
-    assert {"claimed", "exceeds_claim"}.isdisjoint(dir(audit))  # a promise about people is another one
     assert not audit_labels(outputs, labels, p, claimed_label_epsilon=9.0).exceeds_label_claim
-    again = [audit_labels(outputs, labels, p, generator=torch.Generator().manual_seed(5)) for _ in range(2)]
-    assert again[0] == again[1] != audit
-
-
-def test_nothing_to_tell_apart_shows_nothing() -> None:
-    certain = F.one_hot(torch.arange(3)).double()  # every second label equals the first
-    audit = audit_labels(torch.full((3, 3), -math.inf), torch.arange(3), certain)
-    assert (audit.epsilon, audit.placebo, audit.num_pairs) == (0.0, 0.0, 0)
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
         ({"outputs": torch.zeros(5, 3)}, "must be"),
-        ({"placebo": torch.zeros(4, 2)}, "must be"),
         ({"labels": torch.tensor([0, 1, 2, 3])}, r"rows \[3\]"),
         ({"reference": torch.eye(3)[[0, 1, 2, 1]]}, r"rows \[3\]"),
         ({"reference": torch.zeros(4, 3)}, "sum to 1"),
-        ({"reference_error": -0.1}, "-0.1"),
-        ({"confidence": 1.0}, "confidence=1.0"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], match: str) -> None:
     fine = {"outputs": torch.zeros(4, 3), "labels": torch.tensor([0, 1, 2, 0]), "reference": torch.full((4, 3), 1 / 3)}
     with pytest.raises(ValueError, match=match):
         audit_labels(**{**fine, **change})
-
-
-def test_lower_bounds_are_not_rounded_up() -> None:
-    parts = {"num_pairs": 9, "delta": 0.0, "confidence": 0.95, "reference_error": 0.0, "claimed_label_epsilon": None}
-    assert "ε ≥ 1.99 at" in str(LabelAudit(epsilon=1.999, placebo=0.0, exceeds_label_claim=False, **parts))
-    assert "(ε ≥ 0.99)" in str(LabelAudit(epsilon=None, placebo=0.999, exceeds_label_claim=False, **parts))

@@ -147,17 +147,7 @@ class Weighted(transformers.Trainer):  # type: ignore[misc]
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-class Stepping(transformers.Trainer):  # type: ignore[misc]
-    def training_step(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
 class Beside(FILTrainer, Weighted): ...
-
-
-class Before(Weighted, FILTrainer): ...
-
-
-class StepBeside(FILTrainer, Stepping): ...
 
 
 BY_CLASS = nn.CrossEntropyLoss(weight=torch.ones(3))
@@ -166,8 +156,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "set elsewhere": ({"given": {"privacy": privacy(max_grad_norm=1.0)}}, TypeError, "max_grad_norm"),
     "own loss": ({"kind": OwnLoss}, ValueError, "OwnLoss.compute_loss would never be called.*criterion="),
     "another trainer's loss": ({"kind": Beside}, ValueError, r"Weighted.compute_loss .*model=other.model"),
-    "another trainer's loss, first": ({"kind": Before}, ValueError, "Weighted.compute_loss would never"),
-    "another trainer's step": ({"kind": StepBeside}, ValueError, "Stepping.training_step would never be called"),
     "loss function": ({"given": {"compute_loss_func": print}}, ValueError, "not called in training"),
     "smoothed": (
         {"label_smoothing_factor": 0.1, "given": {"criterion": nn.CrossEntropyLoss()}},
@@ -204,13 +192,6 @@ def test_a_training_step_without_a_private_one_is_refused_at_once(tmp_path: Path
     assert trainer.state.global_step == 0
     assert trainer.engine.accountant.history == []
     assert all(torch.equal(a, b) for a, b in zip(model().parameters(), trainer.model.parameters(), strict=True))
-
-
-def test_several_devices_in_one_process_are_refused(tmp_path: Path) -> None:
-    args = arguments(tmp_path)
-    args._n_gpu = 2
-    with pytest.raises(ValueError, match="distributed training"):
-        FILTrainer(model=model(), args=args, train_dataset=examples(), privacy=privacy())
 
 
 def test_models_and_data_as_they_come(tmp_path: Path) -> None:
@@ -293,15 +274,6 @@ def test_checkpoints_that_do_not_hold_the_accounting_are_refused(tmp_path: Path)
     with pytest.raises(ValueError, match="examples"):
         other.train(resume_from_checkpoint=True)
     assert all(map(torch.equal, model().parameters(), other.model.parameters()))
-
-
-def test_evaluation_in_training_changes_nothing(tmp_path: Path) -> None:
-    """Nothing of an evaluation is accounted for, and the model goes back to training."""
-    plain = trained(tmp_path)
-    evaluating = trained(tmp_path, given={"eval_dataset": examples(7)}, eval_strategy="steps", eval_steps=2)
-    assert sum("eval_loss" in entry for entry in evaluating.state.log_history) == 4
-    assert plain.batches == evaluating.batches
-    assert evaluating.engine.leakage_columns() == plain.engine.leakage_columns()
 
 
 @pytest.mark.parametrize(("option", "tolerance"), [("bf16", 0.05), ("gradient_checkpointing", 1e-5)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from tests.distributed.rank_pool import RankPool, printed_by_two
+from tests.distributed.rank_pool import RankPool
 from tests.distributed.rank_runs import Draws, as_one, replaying
 from tests.opacus_suite.vision import import_torchvision
 from torchfil import Accounting
@@ -205,18 +204,6 @@ def test_a_fit_of_ranks_goes_on_from_its_checkpoint(ranks: RankPool, tmp_path: P
         assert_same(parts, lightning_fit(str(tmp_path / "alone"), batch_size=8, replayed=draws))
 
 
-@pytest.mark.slow
-def test_a_trainer_of_ranks_goes_on_from_its_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
-    """In the middle of an epoch, with draws of its own; in one process with the same draws."""
-    whole = ranks.run(trainer_fit, str(tmp_path), saving={"save_strategy": "steps", "save_steps": 3})
-    saved = str(tmp_path / "checkpoint-3")
-    resumed = ranks.run(trainer_fit, str(tmp_path / "again"), resumed=saved)
-    for part, expected in zip(resumed, whole, strict=True):
-        assert (part.steps, part.epsilon) == (expected.steps, expected.epsilon)
-    alone = trainer_fit(str(tmp_path / "alone"), batch_size=6, replayed=all_draws(resumed), resumed=saved)
-    assert_same(resumed, alone)
-
-
 def test_refusals_end_the_fit_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     told = ranks.run(lightning_refusal, str(tmp_path), bad=3)
     assert sum("StepNotTakenError: another rank refused" in each for each in told) == 1
@@ -225,15 +212,3 @@ def test_refusals_end_the_fit_on_all_ranks(ranks: RankPool, tmp_path: Path) -> N
     assert all("must draw from its own part of the data" in each for each in told)
     told = ranks.run(lightning_refusal, str(tmp_path), poisson_sampling=False, weighted=True)
     assert all("two ranks can draw the same" in each for each in told)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["lightning", "huggingface"])
-def test_the_guides_code_runs_on_two_processes(name: str, tmp_path: Path) -> None:
-    """As a user starts it: Lightning by itself, with devices=2 and strategy="ddp"; the Trainer under torchrun."""
-    guide = Path(__file__).parents[2] / "docs" / "guide" / "integrations.md"
-    blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), flags=re.DOTALL)
-    code = next(block for block in blocks if f"torchfil.integrations.{name}" in block)
-    code = code.replace('accelerator="cpu"', 'accelerator="cpu", devices=2, strategy="ddp"')
-    code += "\nimport torch.distributed as dist\nassert dist.get_world_size() == 2\n"
-    assert printed_by_two(code, tmp_path, torchrun=name != "lightning").count(" rows x ") == 2  # every rank answers

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
-from tests.cases import relative_error
-from torchfil import Accounting, FILPrivacyEngine, Private
-from torchfil.clipping import DEFAULT_CLIP, get_clip
+from torchfil import Accounting, Private
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (torchfil[huggingface])")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (torchfil[huggingface])")
@@ -107,57 +104,6 @@ def test_the_trainer_trains_the_models_own_loss(name: str, tmp_path: Path) -> No
     fit.train()
     assert fit.state.log_history[0]["loss"] == pytest.approx(float(expected), rel=1e-3)
     assert fit.engine.get_fil().value.min() > 0
-
-
-def encoded(samples: list[dict[str, Tensor]]) -> Any:
-    return transformers.BatchEncoding(default_collate(samples))
-
-
-@pytest.mark.parametrize("way", ["loop", "train_step"])
-def test_a_loss_that_balances_experts_is_that_of_each_text_alone(way: str) -> None:
-    torch.manual_seed(0)
-    routed = {"num_local_experts": 3, "output_router_logits": True, "router_aux_loss_coef": 0.5, "use_cache": False}
-    model = built(0.0, ("MixtralForCausalLM", {**BODY, "vocab_size": WORDS, "num_key_value_heads": 1, **routed}, ()))
-    texts, clip = examples(CASES["next words"][1])[:3], get_clip(DEFAULT_CLIP)
-    plain, engine = copy.deepcopy(model).train(), FILPrivacyEngine()
-    private_model, optimizer, loader = engine.make_private(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.3),
-        DataLoader(texts, batch_size=3, collate_fn=encoded),  # type: ignore[arg-type]
-        noise_multiplier=1e-9,
-        poisson_sampling=False,
-        private=Private(submodule="model.embed_tokens"),
-    )
-    for batch in loader:
-        if way == "loop":
-            private_model(**batch).loss.backward()
-            optimizer.step()
-        else:
-            engine.train_step(batch)
-    truth = torch.zeros(sum(p.numel() for p in plain.parameters()))
-    for text in texts:
-        parts = torch.autograd.grad(plain(**encoded([text])).loss, list(plain.parameters()))
-        g = torch.cat([part.flatten() for part in parts])
-        truth += g / clip.c(g.norm() / clip.threshold(1.0))
-    released = torch.cat([p.grad.flatten() for p in model.parameters()]) * len(texts)
-    assert relative_error(released, truth) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("name", "labels"),
-    [
-        ("single label", torch.full((COUNT,), 7)),
-        ("single label", torch.rand(COUNT)),
-        ("token classes", classes()),
-    ],
-)
-def test_labels_that_cannot_be_meant_are_refused(name: str, labels: Any, tmp_path: Path) -> None:
-    fit = trainer(name, tmp_path)
-    fit.train_dataset = examples({**CASES[name][1], "labels": labels})
-    before = copy.deepcopy(fit.model.state_dict())
-    with pytest.raises((ValueError, IndexError, RuntimeError)):
-        fit.train()
-    assert all(torch.equal(before[name], value) for name, value in fit.model.state_dict().items())
 
 
 def test_smoothed_labels_are_refused(tmp_path: Path) -> None:

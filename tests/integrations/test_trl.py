@@ -89,12 +89,3 @@ def test_the_run_is_that_of_a_model_that_trl_has_not_touched(checkpointing: bool
     named = dict(ours.model.named_parameters())
     assert all(not torch.equal(named[name], value) for name, value in before.items())
     assert len(before) == 8
-
-
-def test_a_subclass_of_both_is_refused_before_it_prepares_anything(tmp_path: Path) -> None:
-    class Both(FILTrainer, SFTTrainer): ...  # type: ignore[misc]
-
-    model, args, texts = llama(), SFTConfig(str(tmp_path), **COMMON), Dataset.from_list(TEXTS)
-    with pytest.raises(ValueError, match=r"SFTTrainer.compute_loss and SFTTrainer.training_step .*model=other.model"):
-        Both(model, args, train_dataset=texts, processing_class=words())
-    assert "forward" not in vars(model)

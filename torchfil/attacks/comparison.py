@@ -156,7 +156,7 @@ class BoundComparison:
 
 
 def compare_with_bounds(
-    source: Any, attack: AttackResult, *, confidence: float = 0.95, simultaneous: bool = False, **options: Any
+    source: object, attack: AttackResult, *, confidence: float = 0.95, simultaneous: bool = False, **options: object
 ) -> BoundComparison:
     """Compare the bound of every attacked example with the error that the attack achieved.
 

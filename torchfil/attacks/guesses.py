@@ -86,7 +86,7 @@ class GuessAttack:
         seen = np.where(self.achieved_low > self.bound, "broken", "held")
         return np.where(self.testable, seen, "not testable").tolist()
 
-    def table(self) -> Any:
+    def table(self) -> object:
         """By example: D and, at each α, the best attacker's rate, the bound, the normal limit and the verdict."""
         columns = {"divergence": self.divergence, "divergence_error": self.divergence_error}
         parts = {"achieved": self.achieved, "bound": self.bound, "normal limit": self.normal_limit}
@@ -246,7 +246,7 @@ def _lower_ends(rates: Tensor, alpha: Tensor, runs: int, confidence: float) -> T
     return (rates - z * (own.square() + through_threshold.square()).sqrt()).clamp(min=0)
 
 
-def _swapped(row: int, data: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
+def _swapped(row: int, data: tuple[object, object], other: tuple[object, object]) -> tuple[object, object]:
     """The data with one row replaced by that of the other data."""
     rows_of = iter(tensors_of(tuple(other)))
 

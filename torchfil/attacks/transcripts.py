@@ -56,12 +56,12 @@ class Transcripts:
     sample_rate: float
     noise: Tensor
 
-    def clipped(self, weights: Tensor, z: Tensor, public: Any) -> Tensor:
+    def clipped(self, weights: Tensor, z: Tensor, public: object) -> Tensor:
         """g̃ of one example at one vector of weights, [p]; a function of z [d]."""
         g = flatten(grad(self.gradients.loss_of_one)(self.gradients.unflatten(weights), z, public))
         return g * self.mechanism.clip.scale(g.norm(), self.mechanism.max_grad_norm)
 
-    def clipped_jacobian(self, weights: Tensor, z: Tensor, public: Any) -> Tensor:
+    def clipped_jacobian(self, weights: Tensor, z: Tensor, public: object) -> Tensor:
         """J̃ = φ J + φ′ ĝ (gᵀJ), ĝ = g/‖g‖, of one example, [p, d]; the columns of J = ∂g/∂z by Je = ∂⟨∂ℓ/∂z, e⟩/∂θ."""
         here = replace(self.gradients, parameters=self.gradients.unflatten(weights))
         basis = torch.eye(len(z), dtype=z.dtype, device=z.device)
@@ -71,7 +71,7 @@ class Transcripts:
         unit = g / norm.clamp(min=torch.finfo(g.dtype).tiny)
         return clip.scale(norm, bound) * J + clip.scale_derivative(norm, bound) * torch.outer(unit, g @ J)
 
-    def public(self, row: int) -> Any:
+    def public(self, row: int) -> object:
         """The public part of one example: its target, its public inputs."""
         return map_tensors(lambda leaf: leaf[row], self.gradients.examples.public)
 
@@ -264,7 +264,7 @@ class _Problem:
     weights: Tensor
     member: Tensor
     remainder: Tensor
-    public: Any
+    public: object
 
     def __getitem__(self, runs: Tensor) -> _Problem:
         return replace(self, weights=self.weights[runs], member=self.member[runs], remainder=self.remainder[runs])
@@ -322,7 +322,7 @@ def _levenberg_marquardt(problem: _Problem, z: Tensor, iterations: int) -> tuple
     return z, misfit
 
 
-def _jacobians(transcripts: Transcripts, weights: Tensor, z: Tensor, public: Any) -> Tensor:
+def _jacobians(transcripts: Transcripts, weights: Tensor, z: Tensor, public: object) -> Tensor:
     """J̃ = ∂g̃/∂z at weights [runs, steps, p] and guesses z [runs, d], [runs, steps, p, d]."""
     return at_every_step(lambda w, z: transcripts.clipped_jacobian(w, z, public), weights, z)
 

@@ -242,7 +242,7 @@ class Audit:
     ceiling: float
     rates: list[dict[str, float | None]]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """All numbers, for JSON as run files write it (an infinite ε is Infinity)."""
         return asdict(self)
 

@@ -147,7 +147,7 @@ class CanaryScores:
         self.scores = torch.zeros(canaries.count, dtype=torch.float64, device=device)
         self.divergences = torch.zeros_like(self.scores, device="cpu" if gradients.same else device)
         self._absent = torch.full_like(self.scores[0], math.log1p(-sample_rate) if sample_rate < 1 else -math.inf)
-        self._known: tuple[Any, Tensor, Tensor] = ((), self.scores, self.scores)  # s, C_l; log q − ‖g̃‖²/2s², ΔD
+        self._known: tuple[object, Tensor, Tensor] = ((), self.scores, self.scores)  # s, C_l; log q − ‖g̃‖²/2s², ΔD
         self._people = self._noisy = self.scores  # of the current step, [p]
 
     def begin(self, sums: Sequence[Tensor]) -> list[Tensor]:

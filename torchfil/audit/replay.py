@@ -368,12 +368,7 @@ def replay(
     if not first.count or not first.size:
         remedy = "step the optimizer that make_private returns, on a loader of the data set that train is given"
         raise first.end if isinstance(first.end, Exception) else ValueError(f"train took no private step; {remedy}")
-    batches = [batch for state in first.states for batch in state["choice of batches"]]
-    drawn, alone = ({each for batch in batches if len(batch) < most for each in batch} for most in (n + 1, 2))
-    unseen = sorted(set(examples or ()) - drawn)
-    require(not unseen, f"examples={unseen} were not drawn in {first.count} steps; take more steps, or name others")
-    usual = sorted(drawn - alone or drawn)  # without the others a batch would be empty
-    chosen = list(examples or random.Random(seed).sample(usual, min(3, len(usual))))
+    chosen = _chosen(first, examples, n, seed)
 
     found = list[tuple[str, str]]()
     for place, k in enumerate(chosen):
@@ -389,9 +384,24 @@ def replay(
         found += _noise_faults(mine) if mine and all(state["σ"] > 0 for state in mine) else []
     found += _draw_faults(first)
     for size in () if n_is_public else (n - 1, n - max(2, n // 8)):
-        was, now = ({**each.states[0], **each.states[-1]} for each in (first, run(1, {}, size)))
-        for name in ("accounted q", "divisor", "number of steps in a pass"):
-            change = _changed(was[name], now.get(name, math.nan))
-            why = f"n is not public, but with {size} of {n} examples the {name} is {change}. {_HIDDEN_N}"
-            found += [("n", why)] if change else []
+        found += _size_faults(first, run(1, {}, size), size, n)
     return Replay(list(dict(found[::-1]).values())[::-1], first.count, chosen)
+
+
+def _chosen(first: _Run, examples: Examples, n: int, seed: int) -> list[int]:
+    """Whom to leave out; without the others a batch must not be empty."""
+    batches = [batch for state in first.states for batch in state["choice of batches"]]
+    drawn, alone = ({each for batch in batches if len(batch) < most for each in batch} for most in (n + 1, 2))
+    unseen = sorted(set(examples or ()) - drawn)
+    require(not unseen, f"examples={unseen} were not drawn in {first.count} steps; take more steps, or name others")
+    usual = sorted(drawn - alone or drawn)
+    return list(examples or random.Random(seed).sample(usual, min(3, len(usual))))
+
+
+def _size_faults(first: _Run, smaller: _Run, size: int, n: int) -> Findings:
+    """What follows the number of examples, which is not public, in a run on fewer of them."""
+    was, now = ({**each.states[0], **each.states[-1]} for each in (first, smaller))
+    for name in ("accounted q", "divisor", "number of steps in a pass"):
+        change = _changed(was[name], now.get(name, math.nan))
+        if change:
+            yield "n", f"n is not public, but with {size} of {n} examples the {name} is {change}. {_HIDDEN_N}"

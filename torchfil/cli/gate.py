@@ -59,22 +59,18 @@ def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: A
       torchfil gate run.parquet --released old.parquet  # what both models together tell
       torchfil gate a.parquet b.parquet c.parquet     # repetitions, with aggregate = "pessimistic" in the policy
     """
-    file, runs = given["policy"] or Path("policy.toml"), given["run"]
+    runs = given["run"]
     if init:
-        if file.exists():
-            raise FileExistsError(f"{file} exists already and is not overwritten; name another with --policy")
-        write_bytes(file, preset(given["named"] or "default").encode())
-        out.result(f"wrote {file}; edit it, then: torchfil gate RUN --policy {file}", {"policy": str(file)})
+        _begin_policy(given["policy"] or Path("policy.toml"), given["named"] or "default", out)
         return
     if not runs:
         raise click.UsageError("name a saved run, or use --init to write a policy", ctx)
     given_policy, source = _thresholds(given)
-    places = {f"--{name}": given[f"{name}_file"] for name in ("list", "sarif", "json")}
     read = [path for path in (*runs, *given["released"], given["baseline"], source) if path is not None]
-    check_places(read, places)
+    check_places(read, {f"--{name}": given[f"{name}_file"] for name in ("list", "sarif", "json")})
 
     policy, judged = _judge(runs, given, given_policy)
-    verdicts, remarks = judged[0][1], notes(judged[0][0], redacted=redacted)
+    verdicts, remarks, about = judged[0][1], notes(judged[0][0], redacted=redacted), judged[0][0].about
     if given_policy is None:
         remarks.insert(0, f"no policy was given: judged by {policy.name}, as on the page of torchfil report")
     if len(runs) > 1:
@@ -84,29 +80,54 @@ def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: A
     if redacted:
         verdicts = [public(verdict) for verdict in verdicts]
 
-    end, about = outcome(verdicts), judged[0][0].about
-    data = {"passed": end.code == 0, "outcome": end.word, "rules": [verdict.as_dict() for verdict in verdicts]}
-    data |= {"notes": remarks, "audit": None if redacted else about.get("audit")}
-    data["not_smooth"] = value_at(about, "model.not_smooth")
+    end = outcome(verdicts)
+    data = {
+        "passed": end.code == 0,
+        "outcome": end.word,
+        "rules": [verdict.as_dict() for verdict in verdicts],
+        "notes": remarks,
+        "audit": None if redacted else about.get("audit"),
+        "not_smooth": value_at(about, "model.not_smooth"),
+    }
+    _write_files(given, judged, data, pipelines.sarif(verdicts, source))
+    _tell_github(pipelines.step_summary(str(about.get("title", runs[0])), verdicts, remarks), verdicts, source)
+    lines = _in_lines(verdicts, remarks, given["list_file"], out)
+    lines += [each for each in (advice.change, *advice.others) if each]
+    out.result("\n".join([*lines, pipelines.in_short(verdicts)]), json_ready(data, for_people=True))
+    ctx.exit(end.code)
+
+
+def _begin_policy(file: Path, named: str, out: Output) -> None:
+    """Write a commented policy to start from."""
+    if file.exists():
+        raise FileExistsError(f"{file} exists already and is not overwritten; name another with --policy")
+    write_bytes(file, preset(named).encode())
+    out.result(f"wrote {file}; edit it, then: torchfil gate RUN --policy {file}", {"policy": str(file)})
+
+
+def _write_files(
+    given: dict[str, Any], judged: list[tuple[SavedRun, list[Verdict]]], data: dict[str, Any], sarif: dict[str, Any]
+) -> None:
+    """The files of --list, --sarif and --json-file."""
     if given["list_file"] is not None:
         _write_list(given["list_file"], judged)
-    as_json = {"sarif": pipelines.sarif(verdicts, source), "json": data}
-    ready = {name: json_ready(own, for_people=True) for name, own in as_json.items()}
-    files = {name: json.dumps(own, indent=1, ensure_ascii=False).encode() for name, own in ready.items()}
-    for name, content in files.items():
-        if given[f"{name}_file"] is not None:
-            write_bytes(given[f"{name}_file"], content)
-    _tell_github(pipelines.step_summary(str(about.get("title", runs[0])), verdicts, remarks), verdicts, source)
+    for path, content in ((given["sarif_file"], sarif), (given["json_file"], data)):
+        if path is not None:
+            ready = json_ready(content, for_people=True)
+            write_bytes(path, json.dumps(ready, indent=1, ensure_ascii=False).encode())
 
+
+def _in_lines(verdicts: list[Verdict], remarks: list[str], listed: Path | None, out: Output) -> list[str]:
+    """The rules in a table, the notes, and where the examples are listed; with --quiet the broken rules alone."""
     shown = [verdict for verdict in verdicts if not (out.quiet and verdict.passed)]
     lines = [table(["", *pipelines.COLUMNS], pipelines.rows_of(shown), left=5)] if shown else []
-    lines += [] if out.quiet else [f"note: {visible(remark)}" for remark in remarks]
-    if given["list_file"] is not None and not out.quiet:
-        concerned = "whom the broken rules concern" if any(not own.passed for own in verdicts) else "no rule is broken"
-        lines.append(f"{concerned}: {given['list_file']}")
-    lines += [each for each in (advice.change, *advice.others) if each]
-    out.result("\n".join([*lines, pipelines.in_short(verdicts)]), ready["json"])
-    ctx.exit(end.code)
+    if out.quiet:
+        return lines
+    lines += [f"note: {visible(remark)}" for remark in remarks]
+    if listed is not None:
+        broken = any(not own.passed for own in verdicts)
+        lines.append(f"{'whom the broken rules concern' if broken else 'no rule is broken'}: {listed}")
+    return lines
 
 
 def _thresholds(given: dict[str, Any]) -> tuple[Policy | None, Path | None]:

@@ -173,9 +173,9 @@ def _explanation(leakage: LeakageTable, model: str, l2: float, sigma: float) -> 
     return text
 
 
-def _questions(guesses: Mapping[str, BestGuess], false_positive_rate: float) -> tuple[str, dict[str, Any]]:
+def _questions(guesses: Mapping[str, BestGuess], false_positive_rate: float) -> tuple[str, dict[str, object]]:
     """How well the best attacker answers each question, as text and as data."""
-    lines, data = list[list[str]](), dict[str, Any]()
+    lines, data = list[list[str]](), dict[str, object]()
     for name, best in guesses.items():
         rate, often = best.true_positive_rate(false_positive_rate), int((best.accuracy >= OFTEN).sum())
         prior, mean, most = float(best.prior_accuracy[0]), best.accuracy.mean(), best.accuracy.max()

@@ -76,12 +76,12 @@ class Output:
             with tqdm.external_write_mode():
                 click.echo(printed(text))
 
-    def result(self, text: str, data: Any) -> None:
+    def result(self, text: str, data: object) -> None:
         """The result: as text, or its data as JSON."""
         as_json = json.dumps(json_ready(data), indent=1).replace("##[", r"\u0023#[")
         click.echo(as_json if self.as_json else printed(text))
 
-    def progress(self, items: Iterable[T], **options: Any) -> tqdm[T]:
+    def progress(self, items: Iterable[T], **options: object) -> tqdm[T]:
         """A bar on standard error where that is a terminal."""
         hidden = self.quiet or self.as_json or not sys.stderr.isatty()
         return tqdm(items, disable=hidden, leave=False, **options)
@@ -95,13 +95,13 @@ def printed(text: str) -> str:
     return re.sub(r"(?m)^(\s*):(?=:)", r"\1: ", visible(text, keep="\n").replace("##[", "# #["))
 
 
-def with_output(command: Callable[..., Any]) -> Callable[..., Any]:
+def with_output(command: Callable[..., object]) -> Callable[..., object]:
     """Give a command the options --quiet and --json, and turn what the user did wrong into one line."""
 
     @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
     @click.option("-q", "--quiet", is_flag=True, help="Print the result only; no progress, no explanations.")
     @functools.wraps(command)
-    def wrapped(*args: Any, quiet: bool, as_json: bool, **options: Any) -> Any:
+    def wrapped(*args: object, quiet: bool, as_json: bool, **options: object) -> object:
         try:
             return command(*args, out=Output(quiet, as_json), **options)
         except (BrokenPipeError, click.ClickException, click.exceptions.Exit, click.Abort):
@@ -115,13 +115,13 @@ def with_output(command: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def with_redaction(command: Callable[..., Any]) -> Callable[..., Any]:
+def with_redaction(command: Callable[..., object]) -> Callable[..., object]:
     """Give a command the options --redacted and --min-group, which means nothing on a page that is not redacted."""
 
     @click.option("--redacted", is_flag=True, help="Leave out everything about single examples; may be shared.")
     @click.option("--min-group", type=int, help="Smallest group behind a number, with --redacted (10 if not given).")
     @functools.wraps(command)
-    def wrapped(*args: Any, redacted: bool, min_group: int | None, **options: Any) -> Any:
+    def wrapped(*args: object, redacted: bool, min_group: int | None, **options: object) -> object:
         unused = f"--min-group {min_group} has no effect without --redacted; add --redacted, or leave it out"
         require(redacted or min_group is None, unused)
         return command(*args, redacted=redacted, min_group=10 if min_group is None else min_group, **options)

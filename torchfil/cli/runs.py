@@ -115,15 +115,21 @@ def summary(run: SavedRun, top: int) -> tuple[str, dict[str, Any]]:
         line.split("\t") for line in lines_of("inspect.txt", run=run, data=data, jumps=jumps_of(run.about), **words)
     ]
     text = table(lines[0], lines[1:], left=2)
-    if data["most_exposed"]:
-        merged = (run.about.get("merged") or {}).get("runs")
-        origin = "estimates from one run" if merged is None else f"means over {merged} runs"
-        origin = "closed forms" if run.about.get("kind") == "linear" else origin
-        known = "num_rows", "fil", "fil_error", "mse_bound", "mse_bound_low", "epsilon"
-        names = [name for name in known if name in run.columns]
-        rows = [[str(row["id"]), *(number(float(row[name])) for name in names)] for row in data["most_exposed"]]
-        text += f"\n\nmost exposed ({origin})\n{table(['id', *names], rows)}"
-    return text, data
+    return text + _most_exposed(run, data["most_exposed"]), data
+
+
+def _most_exposed(run: SavedRun, examples: list[dict[str, Any]]) -> str:
+    """A table of these examples, and where its numbers come from; "" if there are none."""
+    if not examples:
+        return ""
+    merged = (run.about.get("merged") or {}).get("runs")
+    origin = "estimates from one run" if merged is None else f"means over {merged} runs"
+    if run.about.get("kind") == "linear":
+        origin = "closed forms"
+    known = "num_rows", "fil", "fil_error", "mse_bound", "mse_bound_low", "epsilon"
+    names = [name for name in known if name in run.columns]
+    rows = [[str(row["id"]), *(number(float(row[name])) for name in names)] for row in examples]
+    return f"\n\nmost exposed ({origin})\n{table(['id', *names], rows)}"
 
 
 @click.command()
@@ -165,7 +171,7 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else "none" if value is None else number(value)
 
 
-def _with_files(command: Callable[..., Any]) -> Callable[..., Any]:
+def _with_files(command: Callable[..., object]) -> Callable[..., object]:
     """Give a command the files that a signature is about; ``files`` has them by role."""
 
     @click.argument("run", type=FILE)
@@ -173,7 +179,7 @@ def _with_files(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--policy", type=FILE, multiple=True, help="The policy that the run is held against.")
     @click.option("--signature", type=FILE, help="The signature file; RUN.sig if not given.")
     @functools.wraps(command)
-    def wrapped(run: Path, weights: Any, policy: Any, signature: Path | None, **options: Any) -> None:
+    def wrapped(run: Path, weights: object, policy: object, signature: Path | None, **options: object) -> None:
         place = signature or run.with_name(f"{run.name}.sig")
         command(files={"run": [run], "weights": weights, "policy": policy}, place=place, **options)
 

@@ -45,7 +45,7 @@ from torchfil.engine.options import (
 )
 from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.rows import OverRows
-from torchfil.engine.saving.build import as_average, build_saved_run, check_options
+from torchfil.engine.saving.build import Kept, as_average, build_saved_run, check_options
 from torchfil.engine.watching import TimeShare, Watch, surviving
 from torchfil.fisher.models import check_modules, check_unweighted_mean, with_attributes
 from torchfil.fisher.results import Estimate, Part
@@ -629,7 +629,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
         """
         check_delta(delta, "save_every")
         check_options(options)
-        kept = dict[Any, Any]()
+        kept = Kept()
 
         def write(_: int) -> None:
             run = self._saved_run("save_every", delta, kept=kept, **options)

@@ -27,7 +27,7 @@ __all__ += ["Absent", "BestGuess", "Label", "NominalAttribute", "NotConvergedErr
 __all__ += ["SingularHessianError", "guess"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import the models on first use, so that attacks on them can be imported without scikit-learn."""
     if name not in __all__:
         raise AttributeError(f"module 'torchfil.glm' has no attribute {name!r}")

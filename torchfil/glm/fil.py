@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -292,7 +292,7 @@ def fisher_information_loss(
     groups: Sequence[Hashable] | None = None,
     kind: Kind = "spectral",
     one_hot: bool = False,
-) -> Any:
+) -> object:
     """η of I = Σ_k J_kᵀJ_k/σ_k²: sqrt(‖I‖₂), or sqrt(tr(I)/d) with ``kind="trace"``.
 
     Args:
@@ -314,7 +314,7 @@ def fisher_information_loss(
     return _root(_of_examples(releases, kind))
 
 
-def mse_bound_from_fil(eta: Any) -> Any:
+def mse_bound_from_fil(eta: object) -> object:
     """1/η² of a ``kind="trace"`` loss, in the same shape; infinite if nothing leaks.
 
     No unbiased attacker has a smaller mean squared error per coordinate, over the noise: tr(I⁻¹)/d ≥ d/tr(I).

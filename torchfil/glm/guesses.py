@@ -21,7 +21,7 @@ normal number with mean log(π_a/π_b) + d_ab²/2 and variance d_ab², d_ab = �
     P(right) = Σ_a π_a P(all of these are positive) = ∫ max_a π_a p_a.
 
 For two answers this is Φ; for three, the positive quadrant of a bivariate normal, by Owen's T. For more answers it is
-Σ_a π_a E_a[max_b posterior_b], E_a under N(μ_a, I): a mean over random numbers, always the same, with an error.
+Σ_a π_a E_a[max_b posterior_b], E_a under N(μ_a, I): by quasi-Monte Carlo, always the same, with an error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torchfil.viz.common import as_array
 if TYPE_CHECKING:
     from torchfil.glm.model import GeneralizedLinearModel
 
-_DRAWS = 2048  # of noise, for each answer
+_POINTS, _SCRAMBLES = 128, 4  # of each sequence, for each answer
 _CHUNK_NUMBERS = 2**20
 _FAR = 40.0  # deviations that a normal number does not exceed
 _NEAR = 1e-300
@@ -215,7 +215,7 @@ def guess(
     question: Question,
     sigma: float,
     *,
-    prior: Any = None,
+    prior: object = None,
     progress: bool = False,
 ) -> BestGuess:
     """How well any attacker can answer a question about each record from the release w* + N(0, σ²I).
@@ -262,7 +262,7 @@ def guess(
     return BestGuess(asked.answers, asked.truth, chances, distances, best.value, best.error)
 
 
-def _checked_prior(prior: Any, n: int, m: int) -> np.ndarray:
+def _checked_prior(prior: object, n: int, m: int) -> np.ndarray:
     """The checked prior as [n, m]."""
     chances = as_array(prior).astype(float)
     shape = list(chances.shape)
@@ -345,21 +345,22 @@ def _bivariate_normal(h: np.ndarray, k: np.ndarray, correlation: np.ndarray) -> 
 def _of_many(distances: np.ndarray, prior: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The mean of the largest posterior under every answer, and its standard error, [n] each."""
     m = prior.shape[1]
-    noise = torch.randn(_DRAWS, m - 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    values, variances = [], []
-    size = max(1, _CHUNK_NUMBERS // (_DRAWS * m))
+    sources = [torch.quasirandom.SobolEngine(m - 1, scramble=True, seed=seed) for seed in range(_SCRAMBLES)]
+    drawn = torch.cat([source.draw(_POINTS, dtype=torch.float64) for source in sources])
+    noise = torch.special.ndtri((drawn + 2.0**-33).clamp(max=1 - 2.0**-33))  # the middle of a point's cell: none is 0
+    found = []
+    size = max(1, _CHUNK_NUMBERS // (len(noise) * m))
     for d, chances in zip(torch.as_tensor(distances).split(size), torch.tensor(prior).split(size), strict=True):
         means = _coordinates(d)  # [rows, m, m − 1]
         offset = (chances.clamp(min=_NEAR).log() - means.square().sum(dim=2) / 2)[:, None]
-        value, variance = torch.zeros_like(chances[:, 0]), torch.zeros_like(chances[:, 0])
+        total = torch.zeros(len(d), _SCRAMBLES, dtype=torch.float64)
         for a in range(m):
-            seen = means[:, a, None] + noise  # [rows, draws, m − 1]
+            seen = means[:, a, None] + noise  # [rows, points, m − 1]
             largest = torch.softmax(seen @ means.mT + offset, dim=2).amax(dim=2)
-            value += chances[:, a] * largest.mean(dim=1)
-            variance += chances[:, a].square() * largest.var(dim=1) / _DRAWS
-        values.append(value)
-        variances.append(variance)
-    return torch.cat(values).numpy(), torch.cat(variances).sqrt().numpy()
+            total += chances[:, a, None] * largest.view(len(d), _SCRAMBLES, -1).mean(dim=2)
+        found.append(total)
+    values = torch.cat(found)
+    return values.mean(dim=1).numpy(), (values.std(dim=1) / _SCRAMBLES**0.5).numpy()
 
 
 def _coordinates(distances: Tensor) -> Tensor:

@@ -408,7 +408,7 @@ class Composition:
         return mse_bound_from_fil(self.fil(X, y, kind="trace", **options))
 
 
-def _check_names(X: object, fitted: Sequence[Any]) -> None:
+def _check_names(X: object, fitted: Sequence[object]) -> None:
     """Refuse a table whose columns have other names, or another order, than in the fit."""
     given = list(getattr(X, "columns", ()))
     if not (given and fitted and all(isinstance(name, str) for name in [*given, *fitted])) or given == fitted:
@@ -584,7 +584,7 @@ class IRFIL:
         converged: Whether the spread fell to the tolerance.
     """
 
-    model: Any
+    model: GeneralizedLinearModel
     sample_weight: np.ndarray
     etas: np.ndarray
     spread: np.ndarray = field(repr=False)
@@ -598,7 +598,7 @@ def iteratively_reweighted_fil(
     *,
     rounds: int = 15,
     groups: Literal["class"] | Sequence[Hashable] | None = None,
-    attribute: Sequence[Any] | slice | None = None,
+    attribute: Sequence[object] | slice | None = None,
     one_hot: bool = False,
     private_target: bool = True,
     kind: Kind = "spectral",
@@ -636,7 +636,7 @@ def iteratively_reweighted_fil(
     member = np.array([numbers[label] for label in labels.tolist()])
     sizes = np.bincount(member)
 
-    def fitted(weights: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray]:
+    def fitted(weights: np.ndarray) -> tuple[GeneralizedLinearModel, np.ndarray, np.ndarray]:
         refitted = clone(model).fit(X, y, sample_weight=weights)
         attributes = None if attribute is None else {"attribute": attribute}
         eta = refitted.fil(X, y, 1.0, attributes, None, private_target, kind, one_hot=one_hot, sample_weight=weights)

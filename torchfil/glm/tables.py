@@ -198,9 +198,7 @@ def _numbers_or_texts(column: pandas.Series, decimal: str) -> pandas.Series:
     return column if len(wrong) else numbers
 
 
-def _check_counts(
-    table: pandas.DataFrame, counts: pandas.Series, inputs: Sequence[str], texts: Sequence[str]
-) -> None:
+def _check_counts(table: pandas.DataFrame, counts: pandas.Series, inputs: Sequence[str], texts: Sequence[str]) -> None:
     """Refuse columns without information, in one message, and texts that are names."""
     constant = [name for name in inputs if counts[name] == 1]
     require(not constant, f"one value in all rows; leave out constant columns: --ignore {_listed(constant)}")

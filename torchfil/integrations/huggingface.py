@@ -294,20 +294,20 @@ class _StepTaken(optim.Optimizer):
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self.optimizer = optimizer
 
-    def __getattr__(self, name: str) -> Any:  # param_groups, state, defaults
+    def __getattr__(self, name: str) -> object:  # param_groups, state, defaults
         return getattr(vars(self)["optimizer"], name)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Do nothing."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The private optimizer's."""
         return self.optimizer.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Load the private optimizer's state."""
         self.optimizer.load_state_dict(state_dict)
 

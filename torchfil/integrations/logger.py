@@ -16,6 +16,7 @@ import torch
 
 from torchfil.engine import FILPrivacyEngine
 from torchfil.engine.reading import check_delta
+from torchfil.engine.saving.build import Kept
 from torchfil.engine.watching import surviving
 from torchfil.report.charts import TONES
 from torchfil.report.summary import FALSE_POSITIVE_RATE
@@ -117,14 +118,14 @@ def writer_of(writer: Any) -> Write:
 
     kinds = {"add_scalar": tensorboard, "define_metric": wandb, "log_dict": mlflow, "track": aim}
     if hasattr(writer, "log_metrics") and not hasattr(writer, "log_dict"):
-        return writer.log_metrics  # type: ignore[no-any-return]  # a logger of Lightning
+        return writer.log_metrics  # a logger of Lightning
     require(not hasattr(writer, "create_run"), "an MlflowClient does not know the run; pass the module mlflow")
     for method, write in kinds.items():
         if hasattr(writer, method):
             return write
     known = "a SummaryWriter, a W&B run, mlflow, an Aim run, a logger of Lightning, or a function of (numbers, step)"
     require(callable(writer), f"writer {type(writer).__name__} has no way to log that is known; pass {known}")
-    return writer  # type: ignore[no-any-return]
+    return writer
 
 
 # ---------------------------------------------------------------------- when
@@ -171,7 +172,7 @@ class LeakageLogger:
         check_delta(delta)
         self.writers = [_Surviving(writer) for writer in writers]
         self.delta, self.every, self.min_group, self.prefix = delta, every, min_group, prefix
-        self._series, self._kept = CountSeries(min_group), dict[str, Any]()
+        self._series, self._kept = CountSeries(min_group), Kept()
         self._engine: FILPrivacyEngine | None = None
         self._stop: Callable[[], None] = lambda: None
 
@@ -182,7 +183,8 @@ class LeakageLogger:
             engine: The run's engine; on all ranks, of which rank 0 logs.
             *writers: More of them.
         """
-        require(self._engine is None and not self._kept, "this logger belongs to a run already; make one for each run")
+        unused = self._engine is None and self._kept == Kept()
+        require(unused, "this logger belongs to a run already; make one for each run")
         self.writers += [_Surviving(writer) for writer in writers]
         require(bool(self.writers), "LeakageLogger has no writer; pass one, such as SummaryWriter()")
         steps = max(1, round(1 / engine._training.sample_rate)) if self.every is None else self.every

@@ -51,7 +51,9 @@ def data_sha256(dataset: Any) -> str:
     A ``TensorDataset`` is read tensor by tensor, any other data set example by example, with the same result. If
     examples change at random when read (augmentation), so does the checksum.
     """
-    layouts, contents, last = dict[int, Any](), dict[int, Any](), dict[int, str]()
+    layouts: dict[int, hashlib._Hash] = {}
+    contents: dict[int, hashlib._Hash] = {}
+    last: dict[int, str] = {}
     for row, place, layout, content in _leaves(dataset):
         if last.get(place) != layout:
             layouts.setdefault(place, hashlib.sha256()).update(f"{row} {layout}\0".encode())
@@ -78,7 +80,7 @@ def data_fingerprint(dataset: Any) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _leaves(dataset: Any) -> Iterator[tuple[int, int, str, Any]]:
+def _leaves(dataset: Any) -> Iterator[tuple[int, int, str, bytes | memoryview]]:
     """Row, place in the example, layout and bytes of everything in the data set."""
     # a subclass may return something else, so only the class itself is read by its tensors
     if type(dataset) is TensorDataset:
@@ -98,7 +100,7 @@ def _leaves(dataset: Any) -> Iterator[tuple[int, int, str, Any]]:
                 yield row, place, f"{type(leaf).__name__} {len(text)}", text
 
 
-def _bytes(values: Tensor) -> Any:
+def _bytes(values: Tensor) -> memoryview:
     """The tensor's bytes in order, for hashing."""
     return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
@@ -187,7 +189,7 @@ def are_pixels(passes: DatasetPasses, num_coordinates: int) -> bool:
     return len(maps) == 1 and _is_image(maps[0])
 
 
-def _is_image(value: Any) -> bool:
+def _is_image(value: object) -> bool:
     """Whether these are images, [rows, H, W], [rows, 1, H, W] or [rows, 3, H, W]."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim not in (3, 4):
         return False
@@ -201,7 +203,7 @@ def _diagonal(leakage: Leakage, rows: np.ndarray) -> Tensor:
     return leakage.get_attribute_fil([ids[row] for row in rows]).value.double().square().cpu()
 
 
-def exposed_words(training: PrivateTraining, leakage: Leakage, texts: Any, fil: np.ndarray) -> Texts | None:
+def exposed_words(training: PrivateTraining, leakage: Leakage, texts: object, fil: np.ndarray) -> Texts | None:
     """FIL and PLIS by token of the 20 most exposed examples, with the tokens; None if nothing leaked.
 
     Args:
@@ -223,7 +225,7 @@ def exposed_words(training: PrivateTraining, leakage: Leakage, texts: Any, fil: 
     # one token for each position of the private embedding
     tokens: Any = texts
     if decode is None:
-        require(len(texts) == len(fil), f"texts has {len(texts)} entries for {len(fil)} examples; give one for each")
+        require(len(tokens) == len(fil), f"texts has {len(tokens)} entries for {len(fil)} examples; give one for each")
     elif len(rows):
         tokens = token_ids(training.passes, rows.tolist())
     if not len(rows):
