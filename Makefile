@@ -80,7 +80,7 @@ demo: $(VENV)/.installed
 	$(VENV)/bin/python -m torchfil demo
 
 test: static
-	$(PYTEST) -m "not slow and not long and not operators"
+	$(PYTEST) -m "not slow and not long"
 
 test-slow: $(VENV)/.installed
 	$(PYTEST) -m "slow and not long"
@@ -92,7 +92,7 @@ test-all: static
 	TORCHFIL_LONG=1 $(PYTEST)
 
 coverage: $(VENV)/.installed
-	$(PYTEST) -m "not slow and not long and not operators" --cov --cov-report=term:skip-covered --cov-report=html
+	$(PYTEST) -m "not slow and not long" --cov --cov-report=term:skip-covered --cov-report=html
 
 bench: $(VENV)/.installed
 	$(VENV)/bin/python -m benchmarks $(BENCH)

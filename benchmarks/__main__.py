@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import opacus
 import torch
@@ -24,7 +23,7 @@ import torch
 from benchmarks.comparison import compare
 from benchmarks.epochs import whole_run
 from benchmarks.loops import MODELS
-from benchmarks.measuring import attempt
+from benchmarks.measuring import Json, attempt
 from benchmarks.tables import page
 from torchfil.utils.files import replaced_when_complete
 
@@ -47,7 +46,7 @@ def main() -> None:
     stem = options.out / re.sub(r"[^a-z0-9]+", "-", present["machine"]["device"].lower())
     results = resumed(stem.with_suffix(".json"), present)
 
-    def part(target: dict[str, Any], name: str, work: Callable[..., dict[str, Any]]) -> None:
+    def part(target: Json, name: str, work: Callable[..., Json]) -> None:
         start = time.perf_counter()
         target[name] = attempt(partial(work, device=options.device, quick=options.quick))
         write(results, stem)
@@ -62,7 +61,7 @@ def main() -> None:
     print(stem.with_suffix(".md").read_text())
 
 
-def machine(device: str) -> dict[str, Any]:
+def machine(device: str) -> Json:
     """The machine and the versions of the measurement."""
     return {
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU",
@@ -72,13 +71,13 @@ def machine(device: str) -> dict[str, Any]:
     }
 
 
-def resumed(path: Path, present: dict[str, Any]) -> dict[str, Any]:
+def resumed(path: Path, present: Json) -> Json:
     """The results of an earlier run on the same machine, if it was as thorough as this one; else ``present``."""
-    earlier: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    earlier: Json = json.loads(path.read_text()) if path.exists() else {}
     return earlier if all(earlier.get(key) == value for key, value in present.items()) else present
 
 
-def write(results: dict[str, Any], stem: Path) -> None:
+def write(results: Json, stem: Path) -> None:
     """Write both files; each is replaced only when complete."""
     for suffix, text in ((".json", json.dumps(results, indent=1)), (".md", page(results))):
         with replaced_when_complete(stem.with_suffix(suffix)) as path:

@@ -18,6 +18,7 @@ import json
 import statistics
 import time
 import warnings
+from collections.abc import Callable
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import zoo
-from benchmarks.measuring import synchronize
+from benchmarks.measuring import Json, synchronize
 from torchfil import Canaries, FILPrivacyEngine
 from torchfil.utils.files import replaced_when_complete
 
@@ -36,7 +37,10 @@ DELTA = 1e-5
 KINDS = ("directions", "mislabelled")
 
 
-def digits() -> tuple[Any, ...]:
+Task = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], nn.Module, int, int, float, float]
+
+
+def digits() -> Task:
     """Scikit-learn's digits, a wide network; batch size, epochs, learning rate and C."""
     images, labels = small_digits()
     x, order = images.flatten(1), torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -44,7 +48,7 @@ def digits() -> tuple[Any, ...]:
     return (x[order[:1440]], labels[order[:1440]]), (x[order[1440:]], labels[order[1440:]]), network, 144, 20, 1.0, 1.0
 
 
-def mnist() -> tuple[Any, ...]:
+def mnist() -> Task:
     """MNIST, the paper's CNN."""
     data = real_data("mnist")
     return data.mnist(), data.mnist("test"), zoo.mnist_cnn(), 3000, 20, 40.0, 0.1
@@ -54,7 +58,7 @@ TASKS = {"digits": digits, "mnist": mnist}
 
 
 def private_run(
-    task: Any, canaries: Canaries | None, epsilon: float, seed: int, device: str
+    task: Callable[[], Task], canaries: Canaries | None, epsilon: float, seed: int, device: str
 ) -> tuple[FILPrivacyEngine, Any, float]:
     """A run that spends ε, its optimizer and its accuracy on held-out data."""
     torch.manual_seed(seed)
@@ -83,7 +87,7 @@ def private_run(
     return engine, optimizer, float(right.double().mean())
 
 
-def audited(name: str, kind: str, count: int, epsilon: float, seed: int, device: str) -> dict[str, Any]:
+def audited(name: str, kind: str, count: int, epsilon: float, seed: int, device: str) -> Json:
     """One run and its audit, as numbers."""
     start = time.perf_counter()
     held_out = None if kind == "directions" else TensorDataset(*(part.to(device) for part in TASKS[name]()[1]))
@@ -94,14 +98,14 @@ def audited(name: str, kind: str, count: int, epsilon: float, seed: int, device:
     return found | {"noise_multiplier": float(optimizer.noise_multiplier)}
 
 
-def print_row(found: dict[str, Any]) -> None:
+def print_row(found: Json) -> None:
     methods = ", ".join(f"{name} {value:.2f}" for name, value in found["by_method"].items())
     claim = f"{found['data']:7} {found['num_canaries']:6} {found['kind']:11} claimed {found['claimed']:5.2f}"
     rest = f"ceiling {found['ceiling']:.2f}, p {found['p_value']:.2g}, accuracy {found['accuracy']:.4f}"
     print(f"{claim}, audited ≥ {found['epsilon']:.2f} ({methods}), {rest}, seed {found['seed']}", flush=True)
 
 
-def cost(device: str, steps: int, batch: int = 256) -> list[dict[str, Any]]:
+def cost(device: str, steps: int, batch: int = 256) -> list[Json]:
     """Milliseconds of a step of MNIST's CNN without canaries and with a thousand, in turns."""
     torch.manual_seed(0)
     x, y = torch.rand(batch * 40, 1, 28, 28), torch.randint(10, (batch * 40,))
@@ -109,7 +113,7 @@ def cost(device: str, steps: int, batch: int = 256) -> list[dict[str, Any]]:
     kinds = {"none": None, "directions": Canaries(1000), "mislabelled": Canaries(1000, held_out)}
     results = []
     for way in ("loop", "train_step"):
-        runs: dict[str, Any] = {}
+        runs: Json = {}
         for name, canaries in kinds.items():
             network, engine = zoo.mnist_cnn().to(device), FILPrivacyEngine()
             data = TensorDataset(x.to(device), y.to(device))
@@ -141,7 +145,9 @@ def cost(device: str, steps: int, batch: int = 256) -> list[dict[str, Any]]:
     return results
 
 
-def one_step(way: str, engine: Any, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+def one_step(
+    way: str, engine: FILPrivacyEngine, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor
+) -> None:
     if way == "train_step":
         engine.train_step(x, y)
         return
@@ -190,7 +196,7 @@ def main() -> None:
         draw(options.draw, options.picture)
         return
     if options.cost:
-        results: dict[str, Any] = {"cost": cost(options.device, options.steps)}
+        results: Json = {"cost": cost(options.device, options.steps)}
     else:
         results = {"runs": [], "without_canaries": []}
         for name in options.data:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from benchmarks.loops import MODELS, UNIT, Loop, Model, Variant, variants
-from benchmarks.measuring import Work, attempt, peak_gigabytes, reason_of, seconds_in_turns, tidy
+from benchmarks.measuring import Json, Work, attempt, peak_gigabytes, reason_of, seconds_in_turns, tidy
 from benchmarks.paper import PAPER_COORDINATES, coordinate_cost
 
 __all__ = ["compare"]
 
 
-def compare(name: str, device: str, *, quick: bool) -> dict[str, Any]:
+def compare(name: str, device: str, *, quick: bool) -> Json:
     """Time all methods on one model, in turns.
 
     Returns:
@@ -27,7 +26,7 @@ def compare(name: str, device: str, *, quick: bool) -> dict[str, Any]:
 
     # all methods are built before any is timed, because they take turns
     loops: dict[str, Loop] = {}
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Json] = {}
     for title, variant in chosen.items():
         try:
             loops[title] = Loop(model, variant, device, batches=batches)
@@ -61,11 +60,11 @@ def _peak(model: Model, variant: Variant, device: str) -> float | None:
     return peak_gigabytes(lambda: Loop(model, variant, device, batches=1).step, device)
 
 
-def _paper(model: Model, device: str, rows: dict[str, dict[str, Any]], *, quick: bool) -> dict[str, Any]:
+def _paper(model: Model, device: str, rows: dict[str, Json], *, quick: bool) -> Json:
     """The paper's step: an Opacus step and its coordinates; see :mod:`benchmarks.paper`."""
     on_gpu = device.startswith("cuda")
     examples = model.batch(device) if on_gpu else min(model.batch(device), 1 if quick else 16)
-    result: dict[str, Any] = coordinate_cost(model, device, examples, repeats=1 if quick else 5)
+    result: Json = coordinate_cost(model, device, examples, repeats=1 if quick else 5)
     result["timed_examples"] = examples
     cost, unit = result["coordinate_seconds"], rows[UNIT].get("seconds")
     if unit is not None:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks import zoo
-from benchmarks.measuring import reason_of, synchronize, tidy
+from benchmarks.measuring import Json, reason_of, synchronize, tidy
 from torchfil import FILPrivacyEngine, Private
 
 UNIT = "Opacus, hooks"
@@ -57,27 +57,31 @@ class Columns(Dataset[dict[str, Tensor]]):
         return {name: column[index] for name, column in self.columns.items()}
 
 
+Data = Columns | TensorDataset
+Build = Callable[[], tuple[nn.Module, Data]]
+
+
 @dataclass(frozen=True)
 class Case:
     """A model with its data: ``build()`` makes both anew, from the same seed."""
 
     title: str
     batch: int
-    build: Callable[[], tuple[nn.Module, Dataset[Any]]]
+    build: Build
     private: Private | None = None
     autocast: bool = False  # with bfloat16
 
 
-def _pictures(model: Callable[[], nn.Module], count: int, channels: int, size: int) -> Any:
-    def build() -> tuple[nn.Module, Dataset[Any]]:
+def _pictures(model: Callable[[], nn.Module], count: int, channels: int, size: int) -> Build:
+    def build() -> tuple[nn.Module, Data]:
         data = TensorDataset(torch.rand(count, channels, size, size), torch.randint(10, (count,)))
         return model(), data
 
     return build
 
 
-def _texts(model: Callable[[], nn.Module], count: int, length: int, words: int, *, causal: bool = False) -> Any:
-    def build() -> tuple[nn.Module, Dataset[Any]]:
+def _texts(model: Callable[[], nn.Module], count: int, length: int, words: int, *, causal: bool = False) -> Build:
+    def build() -> tuple[nn.Module, Data]:
         ids = torch.randint(1, words, (count, length))
         positions = torch.arange(length).expand(count, length).contiguous()  # by example, as Opacus's hooks need it
         labels = ids if causal else torch.randint(2, (count,))
@@ -121,7 +125,7 @@ def _llama(*, layers: int = 22) -> nn.Module:
     return peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
 
 
-def _timm(name: str, **sizes: Any) -> nn.Module:
+def _timm(name: str, **sizes: int) -> nn.Module:
     """timm, also where ``make test-integrations`` puts it: beside the environment, with torchvision without CUDA."""
     sys.path.append(str(Path(sys.prefix) / "vision"))
     from tests.opacus_suite.vision import import_torchvision
@@ -141,7 +145,7 @@ class _Recurrent(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])
 
 
-def _sequences() -> tuple[nn.Module, Dataset[Any]]:
+def _sequences() -> tuple[nn.Module, Data]:
     return _Recurrent(), TensorDataset(torch.randn(640, 32, 16), torch.randint(10, (640,)))
 
 
@@ -225,7 +229,7 @@ class Run:
             x, y = (leaf.to(self.device, non_blocking=True) for leaf in batch)
             self._step((x, y), lambda: nn.functional.cross_entropy(self.model(x), y))
 
-    def _step(self, given: tuple[Any, ...], loss_of: Callable[[], Tensor]) -> None:
+    def _step(self, given: tuple[object, ...], loss_of: Callable[[], Tensor]) -> None:
         with self.autocast:
             if self.method == "train_step":
                 self.engine.train_step(*given)
@@ -248,16 +252,16 @@ class Run:
         return times[:count]
 
 
-def _on(device: str, data: Any) -> Any:
+def _on(device: str, data: Data) -> Data:
     if isinstance(data, TensorDataset):
         return TensorDataset(*(part.to(device) for part in data.tensors))
     return Columns({name: part.to(device) for name, part in data.columns.items()})
 
 
-def measure(case: Case, device: str, epochs: int, *, preloaded: bool, first: int = 40) -> dict[str, Any]:
+def measure(case: Case, device: str, epochs: int, *, preloaded: bool, first: int = 40) -> Json:
     """Milliseconds of a step by each method, its ratio to Opacus's, and how a new run begins."""
     runs: dict[str, Run] = {}
-    rows: dict[str, Any] = {}
+    rows: Json = {}
     for title, (method, probes) in METHODS.items():
         try:
             runs[title] = Run(case, method, probes, device, preloaded=preloaded)
@@ -285,7 +289,7 @@ def measure(case: Case, device: str, epochs: int, *, preloaded: bool, first: int
     return {"title": case.title, "batch": case.batch, "rows": rows}
 
 
-def table(results: Mapping[str, Any], kind: str) -> str:
+def table(results: Json, kind: str) -> str:
     """Ratios and milliseconds as a Markdown table."""
     shown = [part[kind] for part in results.values() if kind in part]
     lines = ["| | " + " | ".join(f"{part['title']}, batch {part['batch']}" for part in shown) + " |"]
@@ -310,7 +314,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     cases = CASES["cuda" if options.device.startswith("cuda") else "cpu"]
     machine = torch.cuda.get_device_name() if options.device.startswith("cuda") else platform.machine()
-    results: dict[str, Any] = {}
+    results: Json = {}
     for name in options.models or cases:
         results[name] = {}
         for kind in options.tables:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
 
 import torch
 from opacus import PrivacyEngine
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks import zoo
 from benchmarks.loops import digits
-from benchmarks.measuring import synchronize
+from benchmarks.measuring import Json, synchronize
 from torchfil import Accounting, Execution, FILPrivacyEngine
 
 __all__ = ["whole_run"]
@@ -23,7 +22,7 @@ BATCH = 600
 REL_ERROR = 0.05
 
 
-def whole_run(device: str, *, quick: bool) -> dict[str, Any]:
+def whole_run(device: str, *, quick: bool) -> Json:
     """Twenty epochs of the MNIST CNN on 60,000 digits (one on 6,000 if quick), in turns.
 
     Returns:
@@ -50,7 +49,7 @@ def whole_run(device: str, *, quick: bool) -> dict[str, Any]:
     }
 
 
-def _start(data: ResidentDataset, device: str) -> dict[str, Any]:
+def _start(data: ResidentDataset, device: str) -> Json:
     torch.manual_seed(0)
     module = zoo.mnist_cnn().to(device)
     loader = DataLoader(data, BATCH, collate_fn=data.collate, generator=torch.Generator().manual_seed(1))

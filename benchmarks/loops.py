@@ -111,7 +111,7 @@ class Variant:
     mean: bool = False
 
 
-def _other_label(inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
+def _other_label(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return inputs, (targets + 1) % 2
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.measuring import power
+from benchmarks.measuring import Json, power
 from torchfil import Accounting, FILPrivacyEngine
 from torchfil.report import SavedRun, write_report
 
@@ -52,14 +52,14 @@ class MadeRows(Dataset[tuple[Tensor, Tensor]]):
         return torch.sin(self.waves * (row % 9973)), torch.tensor(row % 3 % 2)
 
 
-def many_examples(sizes: Sequence[int], *, all_drawn: bool = False) -> dict[str, Any]:
+def many_examples(sizes: Sequence[int], *, all_drawn: bool = False) -> Json:
     """CPU seconds and peak memory of every stage for each number of examples, and their powers of growth.
 
     Args:
         sizes: Numbers of examples.
         all_drawn: Whether every example has a row, as after a pass over the data; if not, the examples of 5 steps.
     """
-    result: dict[str, Any] = {"sizes": list(sizes), "all_drawn": all_drawn, "seconds": {}, "peak_gb": {}, "details": []}
+    result: Json = {"sizes": list(sizes), "all_drawn": all_drawn, "seconds": {}, "peak_gb": {}, "details": []}
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
             run, policy = Path(folder, "run.parquet"), Path(folder, "policy.toml")
@@ -98,7 +98,7 @@ def _measured(command: Sequence[str]) -> tuple[float, float, str]:
     return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e9, text
 
 
-def train_and_save(size: int, path: Path, *, all_drawn: bool) -> dict[str, Any]:
+def train_and_save(size: int, path: Path, *, all_drawn: bool) -> Json:
     """Five steps with trace and individual ε, saved; the memory of the rows."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(INPUTS, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -119,7 +119,7 @@ def train_and_save(size: int, path: Path, *, all_drawn: bool) -> dict[str, Any]:
     if all_drawn:
         _draw_all(engine)
     times["trained"] = time.process_time()
-    engine.save_run(path, delta=1e-8, hash_data=False, pictures=0, input_range=(-1.0, 1.0))
+    engine.save_run(path, delta=1e-8, hash_data=False, input_range=(-1.0, 1.0))
     times["saved"] = time.process_time()
     ledger, history = engine.ledger, engine._training.run.history
     assert ledger is not None

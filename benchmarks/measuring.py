@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["attempt", "line", "peak_gigabytes", "power", "reason_of", "seconds_in_turns", "tidy", "timed"]
+__all__ = ["Json", "attempt", "line", "peak_gigabytes", "power", "reason_of", "seconds_in_turns", "tidy", "timed"]
 
 Work = Callable[[], object]
+Json = dict[str, Any]  # what is measured, to be written to a JSON file
 
 
 def reason_of(error: Exception) -> str:
@@ -23,7 +24,7 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def attempt(work: Callable[[], Json]) -> Json:
     """The result of the work, or ``{"failed": reason}``."""
     try:
         return work()
@@ -55,9 +56,7 @@ def timed(work: Work, device: str) -> float:
     return time.perf_counter() - start
 
 
-def seconds_in_turns(
-    work: Mapping[str, Work], device: str, *, repeats: int, warm_up: int = 2
-) -> dict[str, dict[str, Any]]:
+def seconds_in_turns(work: Mapping[str, Work], device: str, *, repeats: int, warm_up: int = 2) -> dict[str, Json]:
     """Each call's median and mean time over ``repeats`` turns in which every call runs once.
 
     Taking turns spreads a busy moment of the machine over all calls. A call that raises an error is left out from then
@@ -77,7 +76,7 @@ def seconds_in_turns(
                 continue
             if turn >= warm_up:
                 times[name].append(took)
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Json] = {}
     for name, values in times.items():
         if name in failed:
             rows[name] = {"failed": failed[name]}

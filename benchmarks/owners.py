@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import zoo
-from benchmarks.measuring import synchronize
+from benchmarks.measuring import Json, synchronize
 from torchfil import Accounting, FILPrivacyEngine
 
 BATCHES = 4
@@ -79,7 +79,7 @@ class Timed:
         self.times.append((time.perf_counter() - start) / len(x))
 
 
-def measure(name: str, people: str, way: str, steps: int, device: str, batch: int) -> dict[str, Any]:
+def measure(name: str, people: str, way: str, steps: int, device: str, batch: int) -> Json:
     """Microseconds per row of a step in both runs, and their ratio."""
     build, shape = MODELS[name]
     torch.manual_seed(0)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from benchmarks.measuring import Json
+
 __all__ = ["page"]
 
 
-def page(results: dict[str, Any]) -> str:
+def page(results: Json) -> str:
     """Markdown of everything that was measured."""
     machine = results["machine"]
     parts = [
@@ -44,7 +46,7 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:,.0f}" if "e" in text and 1 <= abs(value) < 1e7 else text
 
 
-def _run(run: dict[str, Any]) -> str:
+def _run(run: Json) -> str:
     rows = [[title, f"{number(seconds)} s"] for title, seconds in run["seconds"].items()]
     return (
         f"## A whole run: MNIST CNN, {run['examples']:,} examples, {run['epochs']} epochs of batches of "
@@ -54,7 +56,7 @@ def _run(run: dict[str, Any]) -> str:
     )
 
 
-def _cell(row: dict[str, Any]) -> str:
+def _cell(row: Json) -> str:
     """Multiple of Opacus's step, time and memory."""
     if "failed" in row:
         return "failed"
@@ -64,7 +66,7 @@ def _cell(row: dict[str, Any]) -> str:
     return f"**{number(row.get('ratio'))}** ({number(1e3 * row['seconds'])} ms{memory})"
 
 
-def _costs(models: dict[str, Any]) -> str:
+def _costs(models: Json) -> str:
     titles = list(dict.fromkeys(title for model in models.values() for title in model.get("rows", {})))
 
     def paper(ratio: float | None, seconds: float | None) -> str:
@@ -85,7 +87,7 @@ def _costs(models: dict[str, Any]) -> str:
     )
 
 
-def _coordinates(models: dict[str, Any]) -> Iterable[str]:
+def _coordinates(models: Json) -> Iterable[str]:
     """The cost of a coordinate, one line for each model."""
     for name, model in models.items():
         paper, title = model.get("paper", {}), model.get("title", name)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks import zoo
+from benchmarks.measuring import Json
 from torchfil import Accounting, FILPrivacyEngine
 from torchfil.questions import Absent
 from torchfil.utils.files import replaced_when_complete
@@ -69,7 +70,7 @@ TASKS = {"digits": (digits_task, 600, 20), "mnist": (mnist_task, 60_000, 24)}  #
 
 def kept(
     name: str, seed: int, device: str, *, examples: int | None, epochs: int | None, rate: float | None, **options: Any
-) -> dict[str, Any]:
+) -> Json:
     """One run with its pilots, as numbers; both texts are printed.
 
     Args:

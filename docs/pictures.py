@@ -14,9 +14,9 @@ from typing import Any
 
 from PIL import Image, ImageOps
 
+from docs.reports import six_reports
 from tests.report.accessibility import violations
 from tests.report.in_browser import opened, screen, started
-from tests.report.six_reports import six_reports
 
 IMAGES = Path(__file__).parent / "images"
 MARGIN = 38  # pixels of white around paper

@@ -262,7 +262,7 @@ def save_maps(readings: dict[str, PLIS], digits: Tensor, targets: Tensor, xray: 
     for row, (name, plis) in zip(axes[1:], readings.items(), strict=True):
         maps, norms = plis.attribute(shown, label), plis.subject(shown, label)
         for axis, image, heat, norm in zip(row, shown, maps, norms, strict=True):
-            viz.show_map(image, heat, views=["map"], axes=[axis], colour_bar=False)
+            viz.show_map(image, heat, axis=axis)
             axis.set_title(f"‖PLIS‖ = {number(float(norm))}", fontsize=10)
         row[0].set_ylabel(name, fontsize=11)
     axes[0, 0].set_ylabel("image", fontsize=11)

@@ -67,7 +67,7 @@ def main() -> None:
         axes[0, column].imshow(images[row, 0], cmap="gray", vmin=0, vmax=1)
         axes[0, column].set_title(f"{'low' if column < SHOWN else 'high'} PLIS\n{DIAGNOSES[labels[row]]}", fontsize=10)
         for axis, name in zip(axes[1:, column], readings, strict=True):
-            viz.show_map(images[row], maps[name][row], views=["map"], axes=[axis], colour_bar=False)
+            viz.show_map(images[row], maps[name][row], axis=axis)
             axis.set_title(f"‖PLIS‖ = {number(float(norms[name][row]))}", fontsize=9)
     for axis, name in zip(axes[:, 0], ("image", *readings), strict=True):
         axis.set_ylabel(name, fontsize=11)

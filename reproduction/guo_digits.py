@@ -10,6 +10,7 @@ import mnist_dpsgd
 from matplotlib.figure import Figure
 from paper_data import ResidentDataset
 
+from benchmarks.measuring import Json
 from reproduction.rows import Check, Earlier, Outcome, Row, Run, check_that
 
 __all__ = ["ROWS"]
@@ -49,7 +50,7 @@ def recipe_and_digits(run: Run, recipe: mnist_dpsgd.Recipe, gpu: bool) -> tuple[
 
 
 @lru_cache(maxsize=4)
-def private_digits(run: Run, recipe: mnist_dpsgd.Recipe, amplification: str, gpu: bool) -> dict[str, Any]:
+def private_digits(run: Run, recipe: mnist_dpsgd.Recipe, amplification: str, gpu: bool) -> Json:
     """One private training on all digits: the curve and the bounds at the end."""
     recipe, digits, test, memory = recipe_and_digits(run, recipe, gpu)
     return mnist_dpsgd.train(recipe, digits, test, amplification, looks=12, max_memory=memory)[1]
@@ -81,7 +82,7 @@ def figure_5_point(run: Run, amplification: str) -> Outcome:
     return Outcome(here, checks, {"result": result, "curve": trained["curve"]}, (name,))
 
 
-def accuracy_against_bounds(runs: list[dict[str, Any]], path: Any) -> None:
+def accuracy_against_bounds(runs: list[Json], path: Any) -> None:
     """The paper's axes: test accuracy on the horizontal axis, lower bounds on the MSE on a logarithmic vertical one."""
     figure = Figure(figsize=(5.2, 3.6), layout="constrained")
     axis = figure.subplots()
@@ -142,7 +143,7 @@ def figure_5_two_rounds(run: Run) -> Outcome:
     return Outcome(here, two_round_checks(before, after), {"before": before, "after": after})
 
 
-def two_round_checks(before: dict[str, Any], after: dict[str, Any]) -> tuple[Check, ...]:
+def two_round_checks(before: Json, after: Json) -> tuple[Check, ...]:
     """Does the second round protect more, at the paper's accuracy?"""
     accuracy, smallest = after["accuracy"], after["smallest"]
     return (

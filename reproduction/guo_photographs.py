@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import mnist_dpsgd
 import numpy as np
@@ -16,6 +15,7 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmarks.measuring import Json
 from benchmarks.zoo import cifar_cnn
 from reproduction.rows import Outcome, Row, Run, check_that
 from torchfil import Accounting, FILPrivacyEngine
@@ -43,7 +43,7 @@ FIGURE_5 = Photographs(examples=18_000, batch=200, steps=12_500, noise_multiplie
 
 
 @lru_cache(maxsize=2)
-def private_photographs(run: Run, setting: Photographs, gpu: bool) -> dict[str, Any]:
+def private_photographs(run: Run, setting: Photographs, gpu: bool) -> Json:
     """Train; the bounds of all photographs, their losses under the trained network, the test accuracy, the images."""
     device = run.device if gpu else "cpu"
     readers = run.data("cifar10")

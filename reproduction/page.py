@@ -6,8 +6,8 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from benchmarks.measuring import Json
 from reproduction.records import Record, earlier_record
 from reproduction.rows import PAPERS, Row
 
@@ -225,7 +225,7 @@ def _machines(found: Mapping[str, Record]) -> str:
             groups.setdefault(json.dumps(record["machine"]), []).append(record)
     lines = []
     for key, records in groups.items():
-        told: dict[str, Any] = json.loads(key)
+        told: Json = json.loads(key)
         days = sorted({record["date"] for record in records})
         parts = [f"{name} {value}" for name, value in told.items() if name not in ("device", "cores", "threads")]
         lines.append(

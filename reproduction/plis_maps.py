@@ -180,7 +180,7 @@ def _draw_xrays(run: Run, images: Tensor, maps: dict[str, Tensor]) -> None:
     for row, (example, label) in enumerate(((int(order[0]), "A: lowest PLIS"), (int(order[-1]), "B: highest PLIS"))):
         axes[row, 0].imshow(images[example, 0], cmap="gray")
         for axis, (name, heat) in zip(axes[row, 1:], maps.items(), strict=True):
-            viz.show_map(images[example], heat[example], views=["map"], axes=[axis], colour_bar=False)
+            viz.show_map(images[example], heat[example], axis=axis)
             axis.set_title(f"{name} PLIS", fontsize=8)
         axes[row, 0].set_ylabel(label, fontsize=8)
         for axis in axes[row]:

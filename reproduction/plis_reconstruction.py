@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from functools import lru_cache
-from typing import Any
 
 import attack_inversion
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.measuring import Json
 from benchmarks.zoo import mnist_cnn
 from reproduction.rows import Earlier, Outcome, Row, Run, check_near, check_that
 from torchfil import PLIS
@@ -21,7 +21,7 @@ XRAYS = "PneumoniaMNIST: 3,882 chest x-rays, 28 × 28"
 
 
 @lru_cache(maxsize=1)
-def inverted(run: Run) -> tuple[Tensor, Tensor, dict[str, Any], dict[str, Tensor]]:
+def inverted(run: Run) -> tuple[Tensor, Tensor, Json, dict[str, Tensor]]:
     """Attacks on 90 x-rays through one untrained network (Geiping et al. 2020), on 21 of them also with DP noise."""
     images, labels = run.data("pneumoniamnist").chest_xrays()
     count, steps, few = (6, 2, 3) if run.tiny else (90, 400, 21)

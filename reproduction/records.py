@@ -6,23 +6,22 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.measuring import attempt
+from benchmarks.measuring import Json, attempt
 from reproduction.rows import Row, Run, verdict_of
 from torchfil import __version__
 from torchfil.utils.files import replaced_when_complete
 
 __all__ = ["Record", "earlier_record", "machine", "measured", "read_records", "record_path", "run_rows", "write_json"]
 
-Record = dict[str, Any]
+Record = Json
 PACKAGES = ("torch", "opacus", "numpy", "scikit-learn", "torchmetrics")
 
 
@@ -101,7 +100,7 @@ def earlier_record(row: Row) -> Record:
     }
 
 
-def machine(device: str) -> dict[str, Any]:
+def machine(device: str) -> Json:
     """The machine and the versions of the measurement."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{platform.machine()} CPU"
     return {
@@ -125,7 +124,7 @@ def read_records(out: Path, rows: Iterable[Row]) -> dict[str, Record]:
     return {name: record for name, record in found.items() if record and "failed" not in record}
 
 
-def write_json(content: Mapping[str, Any], path: Path) -> None:
+def write_json(content: Json, path: Path) -> None:
     """Write a record; the file is replaced only when complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced_when_complete(path) as temporary:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from paper_data import SOURCES, PaperData
+
+from benchmarks.measuring import Json
 
 __all__ = ["PAPERS", "Check", "Earlier", "Outcome", "Row", "Run", "check_near", "check_that", "verdict_of"]
 
@@ -69,7 +70,7 @@ class Outcome:
 
     here: str
     checks: tuple[Check, ...]
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Json = field(default_factory=dict)
     pictures: tuple[str, ...] = ()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,9 @@ import torch
 from torch import nn
 
 from benchmarks import __main__ as command
-from benchmarks import comparison, loops, paper, targets, zoo
+from benchmarks import comparison, loops, paper, targets
 from benchmarks import many_examples as many
 from benchmarks.scale_model import fitted, measured_in_float32, tables
-from torchfil import SmoothnessValidator
 from torchfil.fisher.operator import ClippedJacobian
 
 
@@ -80,15 +78,6 @@ def test_every_stage_of_many_examples_runs() -> None:
     found = many.many_examples([300], all_drawn=True)
     assert found["details"][0]["bytes_an_example"] == found["details"][0]["bytes_an_example_drawn"] == 136
     assert all(0 < gb[0] < 4 for gb in found["peak_gb"].values())
-
-
-@pytest.mark.parametrize("size", [28, (62, 47), 8])
-@pytest.mark.parametrize("build", [zoo.small_alexnet, zoo.vgg11])
-def test_image_networks_take_every_size(build: Callable[..., nn.Module], size: int | tuple[int, int]) -> None:
-    model = build(5, 2, size)
-    height, width = (size, size) if isinstance(size, int) else size
-    assert model(torch.rand(2, 2, height, width)).shape == (2, 5)
-    assert SmoothnessValidator.validate(model) == []
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,9 @@ from opacus.validators import errors
 from torch import nn
 
 from tests.engine.loops import data, loader, make, network, step, train
-from tests.test_cli import call, refused, run_file
+from tests.test_cli import call, refused
 from torchfil import FILPrivacyEngine
-from torchfil.gate.policy import Policy
 from torchfil.questions import Absent
-from torchfil.report import load, write_report
 from torchfil.utils.errors import UnsupportedModuleError
 
 EPSILON = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 2}
@@ -80,30 +76,6 @@ def test_a_run_without_delta_folders_or_questions(tmp_path: Path) -> None:
     asked = train(data(40), steps=1, questions={"member": Absent(), "other": Absent()}).engine
     with pytest.raises(ValueError, match="^This run was not asked 'membr'; did you mean 'member'"):
         asked.get_guess("membr")
-
-
-def test_a_public_page_has_no_verdict_whatever_the_run_is(tmp_path: Path) -> None:
-    line = refused(
-        "report", tmp_path / "none", "-o", tmp_path / "page", "--redacted", "--policy", tmp_path / "none.toml"
-    )
-    assert line == "torchfil: A public page carries no verdict; drop --policy or --redacted."
-    with pytest.raises(ValueError, match="A public page carries no verdict; drop policy= or redacted=True"):
-        write_report(load(run_file(tmp_path / "run.parquet")), tmp_path / "page", redacted=True, policy=Policy())
-
-
-def test_the_default_noise_is_named_in_the_log_and_in_the_file(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By a log, which ``-W error`` does not turn into an exception."""
-    for options, default in (({}, True), ({"noise_multiplier": 1.0}, False)):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING), warnings.catch_warnings():
-            warnings.simplefilter("error")
-            engine, _, model, optimizer, batches = make(**options)
-        assert ("noise_multiplier was not given; the run uses the default, 1.0" in caplog.text) == default
-        step(model, optimizer, next(iter(batches)))
-        mechanism = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5)).about["mechanism"]
-        assert (mechanism["noise_multiplier"], mechanism["noise_multiplier_default"]) == (1.0, default)
 
 
 def test_the_engines_refusal_is_opacus_error_too() -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests.engine.loops import data, train
-from torchfil.utils import files
 from torchfil.utils.files import replaced_when_complete, temporary_beside, write_bytes
 
 
@@ -65,20 +64,6 @@ def test_a_folder_that_was_being_replaced_comes_back(tmp_path: Path) -> None:
     assert (tmp_path / "report.v1" / "index.html").read_text() == "old"
 
 
-def test_one_that_is_taken_before_it_is_locked_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[str] = []
-
-    def flock(handle: int, how: int) -> None:
-        if not taken:
-            taken.extend(names(tmp_path))
-            os.unlink(tmp_path / taken[0])
-
-    monkeypatch.setattr(files.fcntl, "flock", flock)
-    write_bytes(tmp_path / "run.pt", b"whole")
-    assert taken
-    assert names(tmp_path) == ["run.pt"]
-
-
 def test_errors_name_the_file_and_not_the_temporary_and_others_come_through(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_bytes(b"")
@@ -97,7 +82,7 @@ def test_a_limit_on_files_keeps_what_stood_there(tmp_path: Path) -> None:
     """Everything is saved twice, the second time where no file may be longer than a page."""
     run = train(data(60), steps=2)
     engine, parts = run.engine, {"module": run.model, "optimizer": run.optimizer}
-    about: dict[str, Any] = {"delta": 1e-5, "pictures": 0, "hash_data": False}
+    about: dict[str, Any] = {"delta": 1e-5, "hash_data": False}
     saves: dict[str, Callable[[Path], Any]] = {
         "run.pt": lambda path: engine.save_checkpoint(path=path, **parts),
         "folder/": lambda path: engine.save_checkpoint(path=f"{path}/", **parts),

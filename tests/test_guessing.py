@@ -40,23 +40,6 @@ def test_a_binary_release_attains_the_bound(first: float, second: float) -> None
     assert got == pytest.approx(true, abs=1e-12 + 1e-15 / max(true - false, 1e-7))
 
 
-def test_no_divergence_and_any() -> None:
-    alphas = torch.tensor([0.0, 1e-12, 0.01, 0.5, 1.0], dtype=torch.float64)
-    for function in (guessing.largest_true_positive_rate, guessing.normal_limit_true_positive_rate):
-        np.testing.assert_allclose(function(0.0, alphas), alphas, atol=1e-15)
-        np.testing.assert_array_equal(function(INFINITY, alphas), torch.ones(5))
-    divergence = torch.tensor([1e-12, 1e-18, 1e-24], dtype=torch.float64)  # t − α → sqrt(2 D α(1−α))
-    gain = guessing.largest_true_positive_rate(divergence, 0.5) - 0.5
-    np.testing.assert_allclose(gain, (divergence / 2).sqrt(), rtol=1e-4, atol=2e-16)
-    assert guessing.largest_true_positive_rate(0.0, alphas).equal(alphas)
-    assert guessing.largest_true_positive_rate([0.0, 3.0], 0.0).tolist() == [0.0, 0.0]
-    assert guessing.largest_total_variation([0.0, INFINITY]).tolist() == [0.0, 1.0]
-    assert guessing.largest_success([0.0, INFINITY], 0.3).tolist() == [0.7, 1.0]
-    assert guessing.expected_posterior_bound([0.0, INFINITY], 0.3).tolist() == [0.3, 1.0]
-    assert guessing.expected_log_posterior_bound([0.0, INFINITY], 0.3).exp().tolist() == [pytest.approx(0.3), 1.0]
-    assert guessing.fano_success([0.0, INFINITY], 5).tolist() == [pytest.approx(0.2), 1.0]
-
-
 # --- posteriors and several answers
 
 
@@ -198,19 +181,6 @@ def test_several_answers(transcripts: Transcripts, priors: list[float]) -> None:
 def estimate(*values: float, error: float = 0.0) -> Estimate:
     value = torch.tensor(values, dtype=torch.float64)
     return Estimate(value, torch.full_like(value, error), "estimate", positive=True)
-
-
-def test_guess_of_one_alternative() -> None:
-    """By the functions above; an upper one by the conservative end."""
-    guess = Guess(estimate(0.1, 0.5, INFINITY, error=0.02), ("absent",))
-    value, upper = guess.divergence.value, guess.upper(0.9)
-    assert guess.true_positive_rate([0.01, 0.1])[:, 1].equal(guessing.largest_true_positive_rate(value, 0.1))
-    assert guess.normal_limit([0.01, 0.1])[1].equal(guessing.normal_limit_true_positive_rate(0.5, [0.01, 0.1]))
-    assert guess.total_variation().equal(guessing.largest_total_variation(value))
-    assert guess.success(0.4).equal(guessing.largest_success(value, 0.4))
-    assert guess.posterior([0.4, 0.2])[:, 0].equal(guessing.expected_posterior_bound(value, 0.4))
-    assert upper.divergence.value.equal(guess.divergence.interval(0.9)[1])
-    assert (upper.divergence.kind, upper.alternatives) == ("upper bound", ("absent",))
 
 
 def test_guess_among_several() -> None:

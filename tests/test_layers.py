@@ -150,17 +150,6 @@ def test_frozen_layers_are_left_out_and_shared_ones_counted_once() -> None:
     assert tied[4].weight is tied[0].weight is shared.weight
 
 
-def test_a_dead_layer_has_no_sensitivity_and_one_example_no_standard_error() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    nn.init.constant_(model[0].bias, -100.0)
-    table = jacobian_sensitivity(model, nn.CrossEntropyLoss(), torch.rand(3, 2), torch.tensor([0, 1, 0]))
-    assert table.value[0] == 0 < table.value[1]
-    table = jacobian_sensitivity(*small_case("fcnet", n=1))
-    assert np.isfinite(table.value).all()
-    assert np.isnan(table.standard_error).all()
-    table.plot()
-
-
 def test_refusals() -> None:
     model, loss_fn, x, y = small_case("fcnet")
     refused = {

@@ -96,7 +96,7 @@ class TestNumbers:
         numbers = list[tuple[int, dict[str, float]]]()
 
         def note(step: int) -> None:
-            run = engine._saved_run("test", 1e-4, pictures=0, hash_data=False)
+            run = engine._saved_run("test", 1e-4, records=False, hash_data=False)
             assert run is not None
             exact[step] = baselines.exposure_of(run), np.asarray(run.columns["mse_bound_low"])
             public[step] = summarise(run, redacted=True).questions[0].above

@@ -90,13 +90,6 @@ def test_the_memory_ceiling_does_not_change_the_result(name: str) -> None:
     assert torch.allclose(whole, parts, rtol=1e-10, atol=1e-14, equal_nan=True)
 
 
-def test_an_empty_batch() -> None:
-    plis = PLIS(zoo.mnist_cnn(), nn.CrossEntropyLoss())
-    x, y = torch.zeros(0, 1, 28, 28), torch.zeros(0, dtype=torch.long)
-    assert plis.attribute(x, y).shape == (0, 1, 28, 28)
-    assert plis.subject(x, y).shape == plis.privacy_loss(x, y).shape == (0,)
-
-
 def test_one_example_does_not_vouch_for_a_batch() -> None:
     """A model that mixes examples passes a trial of one; the next batch is tried again."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from tests.refused import all_refused
@@ -32,16 +31,6 @@ def test_columns() -> None:
     assert values(Column(2, by=(10.0, -1.0)))[1][:, 2].tolist() == [4.0, 5.0]
     assert Column(2, by=(10.0, -1.0)).answers == ("+10", "-1")
     assert TABLE[0].tolist() == [1.0, 0.0, 5.0]
-
-
-@pytest.mark.parametrize(
-    ("inputs", "key"), [((TABLE, TABLE), 1), ({"a": TABLE, "b": TABLE}, "b"), ({0: TABLE, "b": TABLE}, "b")]
-)
-def test_one_of_several_inputs(inputs: Any, key: Any) -> None:
-    (changed,) = values(Column(2, by=(1.0,), input=key), inputs)
-    assert changed[key][:, 2].tolist() == [6.0, 7.0]
-    other = 0 if not isinstance(inputs, dict) else next(iter(inputs))
-    assert torch.equal(changed[other], TABLE)
 
 
 def test_labels_tokens_regions() -> None:

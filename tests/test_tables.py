@@ -55,7 +55,7 @@ def test_names_have_the_type_that_a_run_file_gives_them(with_pandas: bool, keys:
 
 def test_the_table_of_a_run_file_is_that_of_its_report(tmp_path: Path) -> None:
     engine = train(data(30), steps=6, track=("diagonal",)).engine
-    run = load(engine.save_run(tmp_path / "run.parquet", delta=1e-4, pictures=0))
+    run = load(engine.save_run(tmp_path / "run.parquet", delta=1e-4))
     write_report(run, tmp_path / "report")
     written = pandas.read_csv(tmp_path / "report" / "leakage.csv", index_col="id")
     pandas.testing.assert_frame_equal(run.to_pandas(), written, rtol=1e-6, check_dtype=False)

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 
 from tests.refused import all_refused
-from torchfil.viz import bar_chart, common, distribution, gallery, show_map
+from torchfil.viz import common, distribution, gallery, show_map
 
 ONES = np.ones((2, 2))
 
@@ -32,38 +31,31 @@ def rendered(figure):
 @pytest.mark.parametrize(("mode", "shape"), [("absolute", (3, 6, 7)), ("signed", (6, 7, 3))])
 def test_map_and_overlay_hold_the_attribution_clipped_to_the_limits(mode, shape):
     heat, image = np.random.default_rng(0).normal(size=(2, *shape))
-    figure = show_map(torch.tensor(image, requires_grad=True), heat, mode=mode, outlier_percentile=10)
+    figure = rendered(show_map(torch.tensor(image, requires_grad=True), heat, mode=mode))
     expected = heat.sum(2) if mode == "signed" else np.sqrt((heat**2).sum(0))
-    limit = np.sort(np.abs(expected).ravel())[int(np.ceil(0.9 * 41))]
-    for artist in (figure.axes[1].images[0], figure.axes[2].images[1]):
+    limit = np.sort(np.abs(expected).ravel())[int(np.ceil(0.98 * 41))]
+    own = show_map(image, heat, mode=mode, axis=Figure().subplots()).axes[0]
+    for artist in (figure.axes[1].images[0], figure.axes[2].images[1], own.images[0]):
         np.testing.assert_allclose(artist.get_array(), np.clip(expected, -limit, limit), rtol=1e-12)
         assert artist.get_clim() == pytest.approx((-limit if mode == "signed" else 0, limit))
     assert figure.axes[3].get_ylabel() == ("|PLIS|" if mode == "absolute" else "PLIS")
 
 
-def test_overlays_colours_blanks_and_zeros():
-    overlay = show_map(np.zeros((2, 2)), [[0.0, 4.0], [1.0, -4.0]], mode="signed", views=["overlay"], alpha=0.5).axes[0]
-    np.testing.assert_allclose(overlay.images[1].get_alpha(), [[0, 0.5], [0.25, 0.5]])
+def test_overlays_blanks_zeros_and_scales():
+    overlay = show_map(np.zeros((2, 2)), [[0.0, 4.0], [1.0, -4.0]], mode="signed").axes[2]
+    np.testing.assert_allclose(overlay.images[1].get_alpha(), [[0, 0.8], [0.4, 0.8]])
     hidden = np.array([[[3.0, np.nan]], [[4.0, np.nan]], [[np.nan, np.nan]]])  # not private
-    drawn = show_map(np.full((3, 1, 2), 0.5), hidden, views=["map"]).axes[0].images[-1].get_array()
+    drawn = show_map(np.full((3, 1, 2), 0.5), hidden).axes[1].images[-1].get_array()
     assert drawn[0, 0] == pytest.approx(5.0)
     assert np.ma.getmaskarray(drawn).tolist() == [[False, True]]
     zero = rendered(show_map(ONES, np.zeros((2, 2))))
     assert (zero.axes[1].images[0].get_array() == 0).all()
-    assert "zero everywhere" in zero.axes[3].get_ylabel()
-
-
-def test_images_are_scaled_and_views_titles_and_axes_are_as_given():
     for image, expected in (
         (np.array([[0, 255]], np.uint8), [[0, 1]]),
         (np.array([[0.2, 0.6]]), [[0.2, 0.6]]),
         (np.array([[-1.0, 0.0, 3.0]]), [[0, 0.25, 1]]),
     ):
-        artist = show_map(image, np.ones(image.shape), views=["image"]).axes[0].images[0]
-        np.testing.assert_allclose(artist.get_array(), expected)
-    axes = Figure().subplots(1, 2)
-    assert show_map(ONES, ONES, views=["image", "map"], axes=axes, title="one") is axes[0].figure
-    assert [axis.get_title() for axis in axes] == ["one", "|PLIS|"]
+        np.testing.assert_allclose(show_map(image, np.ones(image.shape)).axes[0].images[0].get_array(), expected)
 
 
 def shown(figure, mark="xlabel"):
@@ -82,25 +74,6 @@ def test_a_gallery_shows_the_extremes_and_none_twice(n, count):
     bound = gallery(torch.rand(3, 4, 4), [np.inf, 0.5, 2.0], ids=["a$b$", "_x", "c"], higher="less exposed")
     assert shown(bound) == ["_x", "c", "a$b$"]
     assert shown(bound, "title") == ["0.5", "2", "∞"]
-
-
-def test_bars_are_sorted_by_magnitude_with_whiskers_and_a_note_for_the_rest():
-    figure = rendered(bar_chart([1.0, -3.0, 0.5, 2.0, -0.25], list("abcde"), top=3, unit="1/year", title="columns"))
-    axis = figure.axes[0]
-    assert [bar.get_width() for bar in axis.patches] == [-3, 2, 1]
-    assert [text.get_text() for text in axis.get_yticklabels()] == ["b", "d", "a", "… 2 more, each within ±0.5"]
-    assert axis.get_xlabel() == "value (1/year)"
-    for whiskers in ({"errors": [0.5, 0.25]}, {"intervals": [[0.5, 1.5], [-2.25, -1.75]]}):
-        figure = bar_chart([1.0, -2.0], ["a", "b"], **whiskers)
-        (lines,) = [each for each in figure.axes[0].collections if hasattr(each, "get_segments")]
-        assert [sorted(point[0] for point in ends) for ends in lines.get_segments()] == [[-2.25, -1.75], [0.5, 1.5]]
-
-
-def test_scores_without_a_label_are_not_called_plis():
-    """Fisher information, errors and D are drawn by the same functions."""
-    assert distribution([1.0, 2.0]).axes[0].get_xlabel() == "score"
-    for figure in (gallery(np.ones((2, 3, 3)), [1.0, 2.0]), bar_chart([1.0], ["a"])):
-        assert not [text for text in figure.findobj(Text) if "PLIS" in text.get_text()]
 
 
 def test_the_curve_is_the_empirical_distribution():
@@ -126,8 +99,6 @@ def test_what_cannot_be_drawn_is_refused():
         r"attribution has shape \[5, 4\]": lambda: show_map(np.ones((3, 4, 5)), np.ones((5, 4))),
         "attribution is not finite": lambda: show_map(ONES, [[0, 1], [0, np.inf]]),
         "scores is not finite": lambda: gallery(np.ones((2, 3, 3)), [1.0, np.nan]),
-        "one of them": lambda: bar_chart([1.0], ["a"], errors=[1.0], intervals=[[0, 2]]),
-        "negative values": lambda: bar_chart([1.0], ["a"], intervals=[[2, 3]]),
         "values holds -1": lambda: distribution([-1.0, 1.0]),
         "no value": lambda: distribution([0.0, np.inf]),
     }
@@ -140,4 +111,4 @@ def test_drawing_says_how_to_get_matplotlib_and_leaves_pyplot_alone(monkeypatch)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     common._figure_class.cache_clear()
     with pytest.raises(ImportError, match="pip install"):
-        bar_chart([1.0], ["a"])
+        distribution([1.0])

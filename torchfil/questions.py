@@ -122,7 +122,7 @@ class Change(Question):
         return tuple(_called(name, function, inputs, targets) for name, function in self._functions.items())
 
 
-def _called(name: str, function: Callable[[Any, Any], Any], inputs: Any, targets: Any) -> Alternative:
+def _called(name: str, function: Callable[[Any, Any], Any], inputs: object, targets: object) -> Alternative:
     given = function(*map_tensors(Tensor.clone, (inputs, targets)))
     if not (isinstance(given, tuple) and len(given) == 2):
         what = f"the answer {name!r} of Change returned a {type(given).__name__}"
@@ -376,11 +376,11 @@ def _named(names: Sequence[str] | None, otherwise: Iterable[str]) -> tuple[str, 
 
 
 def _filled(
-    inputs: Any, targets: Any, key: Key, fill: Callable[[Tensor, Any], None], values: Iterable[Any]
+    inputs: object, targets: object, key: Key, fill: Callable[[Tensor, Any], None], values: Iterable[object]
 ) -> tuple[Alternative, ...]:
     """The batch with each value: ``fill(tensor, value)`` puts it into a copy of one input."""
 
-    def changed(tensor: Tensor, value: Any) -> Tensor:
+    def changed(tensor: Tensor, value: object) -> Tensor:
         copy = tensor.clone()
         fill(copy, value)
         return copy

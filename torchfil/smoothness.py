@@ -202,7 +202,7 @@ class _RecordNonSmooth(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def non_smooth_operators(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[str]:
+def non_smooth_operators(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> set[str]:
     """The non-smooth operators that one forward pass calls, in its layers or directly."""
     with torch.no_grad(), _RecordNonSmooth() as record:
         model(*args, **kwargs)

@@ -112,22 +112,6 @@ def test_a_maximum_likelihood_attacker_attains_the_poisson_bound() -> None:
     assert variance > 3 / (steps * q), "κ = 1 would have claimed four times less"
 
 
-def test_renyi_against_a_gaussian_attacker() -> None:
-    """z in [0, M] released as z + N(0, s²): order-2 divergence M²/s², attacker's MSE s²."""
-    assert all(bounds.mse_from_rdp(M**2 / 1.0**2, [M]) <= 1.0 for M in (0.1, 1.0, 3.0))
-    assert bounds.mse_from_rdp(0.001**2, [0.001]) == pytest.approx(0.25, rel=1e-4)
-
-
-def test_edge_values_of_renyi_bounds() -> None:
-    assert bounds.mse_from_rdp(0.0, [1.0]) == math.inf
-    assert bounds.mse_from_rdp(5000.0, [1.0]) == 0.0
-    assert bounds.mse_from_rdp(1.0, [1.0, 2.0]) == pytest.approx(5 / (4 * 2 * (math.e - 1)))
-    with pytest.raises(ValueError, match=r"epsilon=-1 must be ≥ 0"):
-        bounds.mse_from_rdp(-1, [1.0])
-    with pytest.raises(ValueError, match="one number per private coordinate"):
-        bounds.mse_from_rdp(1.0, [])
-
-
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
 def test_replace_one_covers_the_true_divergence(sigma: float) -> None:
     """Gaussians at +C and −C from the data set without the example: D₂ = 4/σ²; add/remove: ε(α) = α/2σ²."""

@@ -106,15 +106,6 @@ def test_the_error_is_calibrated_over_draws_of_people() -> None:
     assert 0.9 <= covered / 200 <= 0.99
 
 
-def test_what_all_examples_share_is_in_the_error() -> None:
-    prior = Prior.box(0.0, 1.0, num_coordinates=1)
-    trace = Estimate(torch.full((1000,), 50.0), torch.full((1000,), 5.0), "estimate")
-    result = bounds.population_mse_bound(trace, 1, prior)
-    assert result.bound.standard_error.item() == pytest.approx(result.bound.value.item() ** 2 * 5.0, rel=1e-6)
-    paused = Estimate(trace.value, trace.standard_error, "lower bound")
-    assert bounds.population_mse_bound(paused, 1, prior).bound.kind == "upper bound"
-
-
 def test_refusals() -> None:
     values = torch.cat([torch.randn(40, 2, dtype=torch.float64), torch.arange(40).double()[:, None] % 2], dim=1)
     box, exact = Prior.box(0, 1, num_coordinates=3), Estimate.exact

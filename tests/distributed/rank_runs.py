@@ -196,7 +196,7 @@ def outcome(made: Made, folder: str | None, done: Outcome) -> Outcome:
     values = [*map(whole, made.module.parameters()), engine.get_individual_epsilon(range(3), delta=DELTA).value]
     if folder is not None:
         path = Path(folder) / f"run{dist.get_world_size() if dist.is_initialized() else 1}.parquet"
-        engine.save_run(path, delta=DELTA, pictures=0, hash_data=False)
+        engine.save_run(path, delta=DELTA, hash_data=False)
         timeline = dict(load(path).history) if not dist.is_initialized() or dist.get_rank() == 0 else {}
         values.append(engine.get_reconstruction_robustness([0, 1]).value)
     return replace(

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tests.cases import DEVICE
 from tests.distributed.rank_pool import RankPool, printed_by_two
-from tests.distributed.rank_runs import CASES, as_one, assert_same, make, replaying, shard, trained, whole
+from tests.distributed.rank_runs import CASES, as_one, assert_same, replaying, shard, trained, whole
 from tests.engine.brute_force import Pass, Run, Truth, random_state
 from tests.engine.loops import SIGMA, C
 from tests.engine.loops import make as make_private
@@ -156,33 +154,6 @@ def test_noise_is_drawn_once_for_every_weight(two_ranks: RankPool) -> None:
         first, second = ours[:32].flatten(), ours[32:].flatten()  # the shards
         assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 4 / first.numel() ** 0.5
     assert not torch.equal(here[0], here[1])
-
-
-def kept_here() -> list[float]:
-    """The shares of weights and momenta that a rank keeps between steps; of the model's copy, it keeps none.
-
-    In evaluation the private model gives what its whole weights of after the last step give.
-    """
-    made = make("adapters", sharded=True, batch_size=5)
-    with replaying([[0, 2], [4]] if dist.get_rank() == 0 else [[1], [3]]):
-        for x, y in made.loader:
-            made.engine.train_step(x, y)
-    weights = list(made.module.parameters())
-    momenta = [state["momentum_buffer"] for state in made.optimizer.original_optimizer.state.values()]
-    assert all(isinstance(value, DTensor) for value in (*weights, *momenta))
-    copied = made.engine._training.replica.live.parameters()
-    assert all(p.untyped_storage().nbytes() <= p.element_size() for p in copied)  # one number stands for all
-    plain, dataset, _ = CASES["adapters"]()
-    for own, part in zip(plain.parameters(), weights, strict=True):
-        own.data = whole(part)
-    made.model.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(made.model(dataset.tensors[0]), plain(dataset.tensors[0]))
-    return [sum(v.to_local().numel() for v in kind) / sum(v.numel() for v in kind) for kind in (weights, momenta)]
-
-
-def test_a_rank_keeps_its_part_of_weights_and_optimizer(two_ranks: RankPool) -> None:
-    assert all(max(shares) <= 0.51 for shares in two_ranks.run(kept_here))
 
 
 @pytest.mark.slow

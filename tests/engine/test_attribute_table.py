@@ -73,7 +73,7 @@ class TestSaved:
         expected_values = np.stack([age, np.full(60, np.nan), x[:, 4]], axis=1)[records.rows]
         np.testing.assert_allclose(records.values, expected_values)
         assert len(records.rows) == 13
-        plain = trained.engine.save_run(tmp_path / "without.parquet", pictures=0, **options)
+        plain = trained.engine.save_run(tmp_path / "without.parquet", records=False, **options)
         assert load(plain).records is None
 
     def test_chosen_coordinates_and_pixels(self, tmp_path: Path) -> None:
@@ -83,9 +83,9 @@ class TestSaved:
         chosen = [7, 12, 29]
         mask = torch.zeros(1, 6, 5, dtype=torch.bool).flatten().index_fill(0, torch.tensor(chosen), True).view(1, 6, 5)
         engine = train(dataset, steps=4, module=model, track=("diagonal",), private=Private(coordinates=mask)).engine
-        run = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, pictures=1))
-        assert run.records is None, "pixels are shown as pictures"
-        np.testing.assert_array_equal(run.attributes.pixels, [[1, 2], [2, 2], [5, 4]])
+        run = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA))
+        assert run.records is None, "of pixels none are kept"
+        assert run.attributes.names == [f"coordinate {j}" for j in range(3)]
         np.testing.assert_allclose(run.baselines.attributes.std, images.flatten(1)[:, chosen].std(dim=0, correction=0))
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import torchfil
-from tests.engine.architectures import Checkpointed
 from tests.engine.loops import make
 from torchfil import Private
 from torchfil.engine.check import LayerCheck
@@ -73,13 +72,6 @@ def test_a_network_that_runs() -> None:
     found = torchfil.check(mlp(nn.ReLU()), (X, Y), LOSS)
     assert [line.split(":")[0] for line in found.not_smooth] == ["1 (ReLU)"]
     assert "closed form" in str(found)
-
-
-@pytest.mark.filterwarnings("ignore:activation checkpoints are skipped")
-@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
-def test_activation_checkpoints_are_no_reason_to_refuse(kind: str) -> None:
-    batch = torch.randn(6, 1, 4, 4), Y
-    assert torchfil.check(Checkpointed(kind), batch, LOSS).verdict == "recorded"
 
 
 def test_the_model_is_left_as_it_is() -> None:

@@ -119,6 +119,8 @@ def test_what_no_run_saves_is_refused_before_anything_is_taken(tmp_path: Path, k
                 continue  # torch says which weight does not fit
             if name.endswith("['lowest']") and value == 10**30:
                 continue  # infinite before the first step
+            if name.endswith("['seed']") and isinstance(value, int):
+                continue  # any number is a seed
             read = mock.patch.object(checkpoints, "read_file", return_value=changed(good, place, value))
             with read, pytest.raises(CheckpointError, match=r"holds what no run saves: .* Nothing was loaded"):
                 engine.load_checkpoint(path=path, **parts)

@@ -111,6 +111,12 @@ class TestNothingIsRepeated:
             runs += _in_a_fork(lambda: [releases(private(), 1), releases(resumed(path), 1)])
         check_all_differ(runs)
 
+    def test_a_source_resumes_with_fresh_numbers(self) -> None:
+        source, device = NoiseSource(), torch.device("cpu")
+        seed = source.generator(device).initial_seed()
+        source.load_state_dict(source.state_dict())
+        assert source.generator(device).initial_seed() != seed
+
     @pytest.mark.skipif(DEVICE != "cpu", reason="CUDA does not survive a fork")
     @pytest.mark.parametrize("secure", [False, True])
     def test_forked_processes(self, secure: bool) -> None:

@@ -88,26 +88,15 @@ def written() -> nn.Sequential:
     return nn.Sequential(first, *model[1:])
 
 
-def trained(module: nn.Module, way: str) -> tuple[FILPrivacyEngine, nn.Module]:
-    if way == "loop":
-        run = train(data(40), steps=6, module=module, noise_generator=torch.Generator(DEVICE).manual_seed(7))
-        return run.engine, module
-    engine, optimizer = FILPrivacyEngine(), torch.optim.SGD(module.parameters(), lr=0.3)
-    noise: dict[str, Any] = {"noise_multiplier": 0.9, "noise_generator": torch.Generator(DEVICE).manual_seed(7)}
-    torch.manual_seed(4)
-    given = {"max_grad_norm": 0.8, "criterion": nn.CrossEntropyLoss(), **noise}
-    _, _, private = engine.make_private(module, optimizer, loader(data(40)), **given)
-    for _ in range(2):
-        for x, y in private:
-            engine.train_step(x.to(DEVICE), y.to(DEVICE))
-    return engine, module
+def trained(module: nn.Module) -> tuple[FILPrivacyEngine, nn.Module]:
+    run = train(data(40), steps=6, module=module, noise_generator=torch.Generator(DEVICE).manual_seed(7))
+    return run.engine, module
 
 
-@pytest.mark.parametrize("way", ["loop", "train_step"])
 @pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES)
 @pytest.mark.product
-def test_the_run_is_that_of_the_model_written_as_a_class(patch: Callable[[Any], Any], way: str) -> None:
-    assert_same_run(trained(patched(patch), way), trained(written(), way), 1e-9)
+def test_the_run_is_that_of_the_model_written_as_a_class(patch: Callable[[Any], Any]) -> None:
+    assert_same_run(trained(patched(patch)), trained(written()), 1e-9)
 
 
 def holds_a_parameter(model: Any) -> Any:
@@ -128,7 +117,7 @@ def test_what_the_copy_cannot_follow_is_refused_before_training(patch: Callable[
         engine.make_private(module, optimizer, loader(data(40)), noise_multiplier=1.0)
     remedy = types.MethodType(lambda self, x: type(self).forward(self, x) * FACTOR, module[0])
     module[0].forward = remedy  # type: ignore[method-assign]
-    assert_same_run(trained(module, "loop"), trained(written(), "loop"), 1e-9)
+    assert_same_run(trained(module), trained(written()), 1e-9)
 
 
 def test_an_input_unlike_the_loops_is_refused_at_the_first_step() -> None:

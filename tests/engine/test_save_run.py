@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from opacus.accountants import RDPAccountant
-from torch import nn
 from torch.utils.data import TensorDataset
 
 import torchfil
@@ -53,7 +52,6 @@ def test_the_file_says_what_the_engine_says(trained: Any, tmp_path: Path) -> Non
     np.testing.assert_allclose(run.attributes.error, 1 / attribute_fil.value.cpu(), rtol=1e-6)
     np.testing.assert_allclose(run.attributes.error_low, 1 / attribute_fil.interval(0.95)[1].cpu(), rtol=1e-6)
     assert (run.groups["side"].tolist(), set(run.groups["same"])) == (sides, {"7"})
-    assert run.pictures is None, "rows of five numbers are no images"
     assert run.bounds["rdp_mse_bound"]["replace_one"] == engine.get_rdp_mse_bound(10.0)
     success = run.bounds["rero"]["success"]
     assert all(s >= p - 0.01 for s, p in zip(success, run.bounds["rero"]["prior"], strict=True))
@@ -121,24 +119,6 @@ def test_metrics_are_kept_and_never_public(trained: Any, tmp_path: Path) -> None
     for metrics in wrong:
         with pytest.raises(ValueError, match=r"^metrics="):
             trained.engine.save_run(tmp_path / "no.parquet", delta=DELTA, metrics=metrics)
-
-
-def test_pictures_of_the_most_exposed_and_of_typical_ones(tmp_path: Path) -> None:
-    images = torch.rand(30, 3, 6, 5, generator=torch.Generator().manual_seed(0))
-    module = nn.Sequential(nn.Flatten(), nn.Linear(90, 3))
-    engine = train(TensorDataset(images, torch.arange(30) % 3), steps=4, module=module, max_grad_norm=1.0).engine
-    run = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, pictures=4))
-    pictures = run.pictures
-    assert pictures.images.shape == (7, 6, 5, 3)
-    fil = np.where(run.columns["participations"] > 0, run.columns["fil"], np.nan)
-    assert set(pictures.rows[:4]) == set(np.argsort(-fil)[:4]), "nan sorts last"
-    assert pictures.typical == 3
-    ranks = [sum(fil > fil[row]) for row in pictures.rows[-3:]]
-    assert all(abs(rank - (np.isfinite(fil).sum() - 1) / 2) <= 1.5 for rank in ranks), "next to the median"
-    expected = (images[pictures.rows[0]].permute(1, 2, 0) * 255).round().byte()
-    np.testing.assert_array_equal(pictures.images[0], expected)
-    plis = engine.plis(pictures.rows.tolist()).sum(dim=1)
-    np.testing.assert_allclose(pictures.maps, plis.detach().cpu(), rtol=1e-5, atol=1e-9)
 
 
 def test_points_of_the_timeline_stay_few_and_evenly_spaced() -> None:

@@ -20,7 +20,7 @@ from torchfil import FILPrivacyEngine
 
 NOBODY = torch.zeros(0, dtype=torch.long)
 OPTIONS: dict[str, Any] = {
-    "noise_multiplier": SIGMA, "max_grad_norm": C, "track": ("diagonal", "plis"), "fil_rate": 0.7, "seed": 5,
+    "noise_multiplier": SIGMA, "max_grad_norm": C, "track": ("diagonal", "plis"), "fil_rate": 0.7,
 }  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -109,36 +108,3 @@ def test_another_optimizer_than_the_private_one_is_noticed(poisson: bool, steps_
         for _ in range(3):
             for batch in private:
                 step(model, other, batch)
-
-
-def warned(module: nn.Module, learning_rate: float = 0.3, **options: Any) -> list[str]:
-    """What is said about weights in ten epochs, of a loop or with ``train_step``."""
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    engine, optimizer = FILPrivacyEngine(), torch.optim.SGD(trainable, lr=learning_rate)
-    given: dict[str, Any] = {"noise_multiplier": 1.0, **options}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        model, private_optimizer, private = engine.make_private(module, optimizer, loader(data(40)), **given)
-        for _ in range(10):
-            for inputs, targets in private:
-                inputs = inputs.to(next(module.parameters()))
-                step(model, private_optimizer, (inputs, targets))
-    return [str(each.message) for each in caught if str(each.message).startswith("Weights")]
-
-
-@pytest.mark.parametrize("mode", ["auto", "hooks"])
-def test_weights_that_do_not_move_are_named_once(mode: str) -> None:
-    (told,) = warned(network(), 0.0, grad_sample_mode=mode)
-    assert "did not move" in told
-    assert "0.weight, 0.bias, 2.weight, 2.bias" in told
-    assert not warned(network(), grad_sample_mode=mode)
-    assert not warned(adapted(), grad_sample_mode=mode)  # the first factor has no gradient at first
-
-
-def test_an_adapter_that_is_off_gets_only_noise_and_is_named() -> None:
-    module = adapted()
-    module[0].on = False
-    (told,) = warned(module)
-    assert "only noise" in told
-    assert "0.down.weight, 0.up.weight" in told
-    assert "2.weight" not in told

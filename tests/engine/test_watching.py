@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.engine.loops import physical_batches
 from torchfil import FILPrivacyEngine
-from torchfil.engine.saving import build
 from torchfil.engine.watching import TimeShare, show_every
 from torchfil.questions import Absent
 from torchfil.report import load
@@ -75,25 +74,6 @@ def test_a_run_is_the_same_bit_for_bit(way: str, tmp_path: Path) -> None:
         assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
 
 
-def test_the_data_set_is_read_at_the_first_save_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    for name in ("data_sha256", "read_blind_guess"):
-        plain = getattr(build, name)
-        monkeypatch.setattr(
-            build, name, lambda *a, name=name, plain=plain, **k: (calls.append(name), plain(*a, **k))[1]
-        )
-    engine, loader, step = private()
-    stop = engine.save_every(tmp_path / "run.parquet", steps=2, delta=1e-5)
-    trained(engine, loader, step, epochs=2)
-    assert sorted(calls) == ["data_sha256", "read_blind_guess"]
-    engine.save_run(tmp_path / "run.parquet", delta=1e-5)
-    assert len(calls) == 4, "a file to keep is about the data as they are"
-    stop()
-    (tmp_path / "run.parquet").unlink()
-    trained(engine, loader, step, epochs=1)
-    assert not (tmp_path / "run.parquet").exists()
-
-
 @pytest.mark.filterwarnings("error")
 def test_each_new_cause_is_one_warning_and_the_earlier_file_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -122,9 +102,6 @@ def test_each_new_cause_is_one_warning_and_the_earlier_file_stays(
     tmp_path.rmdir()
     trained(engine, loader, step, epochs=1)
     assert load(path).about["mechanism"]["steps"] == 24
-    monkeypatch.setattr("torchfil.run.columns.write_run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        trained(engine, loader, step, epochs=1)
 
 
 @pytest.mark.filterwarnings("error")

@@ -54,7 +54,7 @@ def test_what_it_says(way: str, options: dict[str, Any], tmp_path: Path) -> None
     assert not bool(individual.isnan().any())
 
     # which is told, of whoever took part
-    run = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5, input_range=(0.0, 1.0), pictures=0))
+    run = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5, input_range=(0.0, 1.0)))
     assert (is_told(run) == took_part.cpu().numpy()).all()
     assert (exposure_of(run) == np.where(took_part.cpu(), HALF, UNTOLD)).all()
 

@@ -68,15 +68,6 @@ def test_close_pairs_give_the_fisher_information(norm: float, q: float) -> None:
     assert divergence(norm, norm, math.cos(angle), q) == pytest.approx(q * perp.item() * across**2 / 2, rel=1e-3)
 
 
-@pytest.mark.parametrize("q", [1e-5, 0.05, 0.9])
-@pytest.mark.parametrize("norm", [1e-9, 0.99e-4, 1.01e-4, 1e-3])
-def test_tiny_gradients(norm: float, q: float) -> None:
-    for ratio, cosine in ((0.0, 0.0), (1.0, -1.0), (0.5, 0.3)):
-        gap = 1 + ratio**2 - 2 * ratio * cosine
-        want = q**2 * norm**2 * gap / 2
-        assert divergence(norm, ratio * norm, cosine, q) == pytest.approx(want, rel=2 * norm**2 + 1e-6, abs=0)
-
-
 @pytest.mark.parametrize("q", RATES)
 def test_between_zero_and_known_batches(q: float) -> None:
     """The divergence is convex: who does not know the batches learns at most q of what one does who knows."""
@@ -97,18 +88,6 @@ def test_known_batches_and_rounding() -> None:
     for q in (None, *RATES):  # of the same gradient, also where rounding makes ⟨u, v⟩ larger than ‖u‖‖v‖
         for rounding in (1.0, 1 + 1e-6):
             assert step_divergence(squared, squared, squared * rounding, q).tolist() == [0.0] * 7
-
-
-def test_shapes_and_types() -> None:
-    squared = torch.rand(3, 2, 4, dtype=torch.float32, requires_grad=True)
-    got = step_divergence(squared, 0 * squared, 0 * squared, 0.1)
-    assert got.shape == squared.shape
-    assert got.dtype == torch.float64
-    assert not got.requires_grad
-    assert step_divergence(torch.ones(0), torch.ones(0), torch.ones(0), 0.1).shape == (0,)
-    assert step_divergence(torch.tensor([math.nan]), torch.ones(1), torch.ones(1), 0.1).isnan().all()
-    with pytest.raises(ValueError, match="q=1.5 must lie in"):
-        step_divergence(squared, squared, squared, 1.5)
 
 
 @pytest.mark.cuda

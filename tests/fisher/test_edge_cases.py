@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from torchfil import fisher
 from torchfil.fisher import PoissonAmplification, reference
 from torchfil.fisher.batch import PrivateBatch, largest_eigenvalue
 from torchfil.fisher.gradients import ExampleGradients
-from torchfil.private import Examples, Private, superpixel
+from torchfil.private import Private, superpixel
 from torchfil.utils.errors import UnsupportedModuleError
 
 SETTINGS: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": SIGMA}
@@ -150,22 +149,6 @@ def test_refused(name: str) -> None:
         fisher.exact_fim(**make(), **SETTINGS)
 
 
-def test_not_refused() -> None:
-    dropout = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)).eval()
-    for model in (batch_norm(train=False, frozen=True), dropout):
-        assert torch.isfinite(fisher.exact_fim(**classifier(model), **SETTINGS)).all()
-    for one in ([False, True, False], np.int64(1), torch.tensor(1), np.array([1])):
-        assert Examples.build(X, Y, Private(coordinates=one)).num_coordinates == 1  # type: ignore[arg-type]
-
-
-def test_mean_sum_and_unreduced_losses_agree_on_one_example() -> None:
-    mean, *others = (
-        fisher.exact_fim(**of("mlp", loss_fn=nn.CrossEntropyLoss(reduction=r)), **SETTINGS)
-        for r in ("mean", "sum", "none")
-    )
-    assert all(torch.equal(mean, other) for other in others)
-
-
 def recurrent(kind: Any) -> nn.Module:
     return Model(lambda m, x: m.head(m.layer(x)[0][:, -1]), layer=kind(3, 3, batch_first=True), head=nn.Linear(3, 2))
 
@@ -222,16 +205,6 @@ def test_only_what_vmap_cannot_map_is_computed_one_by_one(fault: str, caplog: py
     mapped = fault != "under vmap"
     assert calls == (1 if mapped else len(X))
     assert [".item()" in record.getMessage() for record in caplog.records] == ([] if mapped else [True])
-
-
-@pytest.mark.parametrize("private", [Private(), Private(target=True), Private(inputs=(), target=True)])
-def test_one_number_per_example(private: Private) -> None:
-    """Inputs and targets of shape [n] are those of shape [n, 1]."""
-    inner = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    flat, x, y = Model(lambda m, x: m.inner(x.reshape(-1, 1)).squeeze(-1), inner=inner), torch.randn(5), torch.randn(5)
-    pairs = (flat, (x.double(), y.double())), (inner, (x[:, None].double(), y[:, None].double()))
-    first, second = (fisher.exact_fim(model, nn.MSELoss(), *data, private=private, **SETTINGS) for model, data in pairs)
-    torch.testing.assert_close(first, second)
 
 
 ROW = superpixel(torch.arange(4).repeat_interleave(4).reshape(4, 4), 2)  # one row of every channel

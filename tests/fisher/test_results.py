@@ -20,20 +20,6 @@ def estimate(*shape: int) -> Estimate:
     return Estimate(value, error, "lower bound", freedom, positive=True, **more)
 
 
-def test_numpy_torch_and_floats() -> None:
-    found = estimate(5)
-    assert np.array_equal(np.asarray(found), found.value.numpy())
-    assert np.asarray(found, dtype=np.float32).dtype == np.float32
-    converted: list[Any] = [convert(found) for convert in (torch.as_tensor, torch.asarray, torch.tensor)]  # type: ignore[operator]
-    assert all(torch.equal(got, found.value) for got in converted)
-    assert [float(part) for part in found] == found.value.tolist()
-    assert len(found) == 5
-    with pytest.raises((ValueError, RuntimeError), match="element"):
-        float(found)
-    with pytest.raises(ValueError, match="confidence"):
-        found.interval(1.0)
-
-
 PARTS: list[Any] = [2, slice(1, 4), [3, 0], torch.arange(5) % 2 == 0, np.array([1, 0]), ..., (slice(None), 1), (1, 2)]
 
 

@@ -57,12 +57,6 @@ def test_a_trial_leaves_nothing_behind() -> None:
     assert left() == before
 
 
-def test_a_failing_trial_is_a_reason_and_no_crash() -> None:
-    """A parameter of its own in a forward pass that looks at values: neither rule nor vmap serves it."""
-    model = Model(lambda m, x: torch.einsum("bi,ij->bj", x, m.mix) if bool(x.sum() < 1e9) else x, mix=nn.Parameter(EYE))
-    assert "Model" in str(reason(model, torch.randn(3, 4), torch.randn(3, 4), nn.MSELoss()))
-
-
 class _Doubled(nn.Linear):
     """A linear layer for rules that are wrong."""
 
@@ -208,27 +202,6 @@ def test_a_trial_leaves_no_tensor_in_the_model(where: str) -> None:
     x, y, model = torch.randn(3, 3), torch.tensor([0, 1, 0]), Caching(where)
     assert reason(model, x, y) is None
     assert model(x.to(DEVICE)).dtype == torch.float32
-
-
-@pytest.mark.parametrize("error", [NotImplementedError("no such kernel"), torch.OutOfMemoryError("CUDA out of memory")])
-def test_a_trial_without_float64_keeps_nothing_in_it(error: Exception) -> None:
-    """The second trial, in float32, begins when the memory of the first is free again."""
-    calls: list[torch.dtype] = []
-    left: list[int] = []
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        calls.append(x.dtype)
-        if x.dtype == torch.float64 and calls.count(x.dtype) > 2:
-            raise error
-        if x.dtype == torch.float32:
-            error.__traceback__ = None  # this test holds the error, and so would hold what its frames hold
-            left.append(doubles())
-        return torch.tanh(m.inner(x))
-
-    gc.collect()
-    before = doubles()
-    assert reason(Model(forward, inner=nn.Linear(3, 2)), torch.randn(3, 3), torch.tensor([0, 1, 0])) is None
-    assert left[0] == before
 
 
 def test_a_trial_in_float64_shows_which_arguments_are_shared() -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.fisher.recorded_cases import Model
-from tests.refused import all_refused
 from torchfil import Private, fisher
 from torchfil.private import Examples
 from torchfil.private.submodules import embeddings_to_protect
@@ -131,13 +130,3 @@ def test_lengths_as_a_mask_as_numbers_and_as_a_function(said: Any, more: dict[st
     assert torch.equal(chosen.restore(chosen.z, chosen.public)[1]["x"], x)
     moved = chosen.restore(chosen.z + 1, chosen.public)[1]["x"] - x
     assert torch.equal(moved != 0, (words() != 0)[..., None] & torch.tensor([True, False, True]))
-
-
-def test_lengths_that_do_not_fit_are_refused() -> None:
-    wrong: dict[str, dict[str, Any]] = {
-        "'where'": {"inputs": "x", "lengths": "where"},
-        r"\(2, 5\)": {"inputs": "x", "lengths": lambda _: torch.ones(2, 5)},
-        "max_length=0": {"max_length": 0},
-    }
-    given = {"x": torch.randn(2, 4, 3)}
-    all_refused({n: lambda o=o: Examples.build(given, None, Private(**o)).own_coordinates for n, o in wrong.items()})

@@ -23,7 +23,7 @@ WHOLE = replace(POLICY, min_attribute_error_share=0.5, max_gain_over_guessing=0.
 def bare(title: str, bound: np.ndarray | float, **changes: Any) -> SavedRun:
     """Inputs between 0 and 1, so that a blind guess has a squared error of 0.25; nothing asked, tracked or attacked."""
     bounds = np.broadcast_to(np.asarray(bound, dtype=np.float64), N).copy()
-    run = made_up(N, text_ids=True, attacks=[], questions=[], groups={}, attributes=None, pictures=None, texts=None)
+    run = made_up(N, text_ids=True, attacks=[], questions=[], groups={}, attributes=None, texts=None)
     columns = {
         "fil": bounds**-0.5,
         "mse_bound": bounds,

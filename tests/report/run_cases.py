@@ -12,7 +12,6 @@ from torchfil.run.saved_run import (
     AttackRecord,
     Attributes,
     Baselines,
-    Pictures,
     QuestionRecord,
     Records,
     SavedRun,
@@ -35,7 +34,7 @@ def _question(n: int) -> QuestionRecord:
 
 
 def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: Any) -> SavedRun:
-    """A run with every part filled: two groups, three attributes, four pictures, one attack, one question.
+    """A run with every part filled: two groups, three attributes, one attack, one question.
 
     Three examples were spared, in two rounds of training.
     """
@@ -80,9 +79,6 @@ def made_up(n: int = 40, *, text_ids: bool = False, seed: int = 0, **changes: An
         },
         "attributes": Attributes(["age", "height", "vkorc1=CT"], ["years", "cm", ""], 1 + rng.random((n, 3))),
         "groups": {"sex": rng.choice(np.asarray(["f", "m"]), size=n), "site": np.asarray(["A"] * n)},
-        "pictures": Pictures(
-            np.arange(4), rng.integers(256, size=(4, 5, 6), dtype=np.uint8), rng.normal(size=(4, 5, 6)).astype("f4")
-        ),
         "texts": Texts(
             np.arange(2),
             [["she", "has", "<gout>"], ["cold"]],
@@ -130,17 +126,10 @@ def owned(n: int, unit: str = "owner", more: dict[str, Any] | None = None, **cha
     return dataclasses.replace(run, about=run.about | {"mechanism": mechanism}, columns=columns)
 
 
-def with_estimates(run: SavedRun, value: float = 71.25) -> SavedRun:
-    """The run, with estimates of its pictures, one typical, and two records of a number and a category each."""
-    rng, pictures = np.random.default_rng(1), run.pictures
-    errors = np.asarray([[np.inf, 0.1543219, 0.1654321], *3 * [[0.6912345, 0.1543219, 0.1654321]]], "f4")
-    shown = rng.integers(256, size=(4, 3, *pictures.images.shape[1:]), dtype=np.uint8)
-    records = Records(
-        np.asarray([9, 2]),
-        np.asarray([[value, 2 * value, np.nan], [value / 3, 0.0, np.nan]]),
-    )
-    estimates = {"estimates": shown, "errors": errors, "typical": 1}
-    return dataclasses.replace(run, pictures=dataclasses.replace(pictures, **estimates), records=records)
+def with_records(run: SavedRun, value: float = 71.25) -> SavedRun:
+    """The run, with two records of two numbers and a category each."""
+    values = [[value, 2 * value, np.nan], [value / 3, 0.0, np.nan]]
+    return dataclasses.replace(run, records=Records(np.asarray([9, 2]), np.asarray(values)))
 
 
 def worrying(*, safe: bool = False) -> SavedRun:
@@ -171,12 +160,10 @@ def with_baselines(run: SavedRun, std: float | list[float] = 0.5, **levels: dict
     return dataclasses.replace(run, baselines=baselines)
 
 
-def pixelated(n: int = 60, side: int = 8, *, seed: int = 0) -> SavedRun:
-    """Pictures whose every pixel is an attribute: the upper left quarter can be guessed to 0.1, the rest to 9."""
-    rng = np.random.default_rng(seed)
+def pixelated(n: int = 60, side: int = 8) -> SavedRun:
+    """Every pixel is an attribute: the upper left quarter can be guessed to 0.1, the rest to 9."""
     rows, columns = np.divmod(np.arange(side * side), side)
     close = (rows < side // 2) & (columns < side // 2)
-    error = np.where(close, 0.1, 9.0) * (1 + 0.01 * rng.random((n, side * side)))
+    error = np.where(close, 0.1, 9.0) * (1 + 0.01 * np.random.default_rng(0).random((n, side * side)))
     names = [f"pixel {row},{column}" for row, column in zip(rows, columns, strict=True)]
-    attributes = Attributes(names, [""] * len(names), error, error, np.stack([rows, columns], axis=1))
-    return with_baselines(made_up(n, attributes=attributes), 0.25)
+    return with_baselines(made_up(n, attributes=Attributes(names, [""] * len(names), error, error)), 0.25)

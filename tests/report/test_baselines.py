@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-import re
 from functools import reduce
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 
 from tests.refused import all_refused
 from tests.report.pages import files_of, summary_of, text_of
-from tests.report.run_cases import made_up, pixelated, with_baselines, worrying
+from tests.report.run_cases import made_up, with_baselines, worrying
 from torchfil.cli.runs import summary as inspected
 from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
@@ -154,7 +153,7 @@ class TestOneRule:
         assert verdict.found == pytest.approx(0.2)
         page = write_report(run, tmp_path / "page", policy=policy)
         top, below = (text_of(page, slug).replace("\xa0", " ") for slug in ("verdict", "attributes"))
-        assert re.search(r"Closest attribute\W+age of \S+\W+± 0.16 \(blind guess: ± 0.8\)", top)
+        assert "Closest attribute age: ± 0.16 (blind guess: ± 0.8)" in top
         assert "± 0.16" in below
         assert "± 0.8" in below
         assert "± 0.11" not in top + below
@@ -200,19 +199,12 @@ class TestPage:
             assert attribute.ratio["0"] == float(f"{share:.2g}")
             assert isinstance(attribute.exposed, str) or (attribute.exposed or 0) % 12 == 0
 
-    def test_a_public_map_of_pixels_is_made_of_many(self, tmp_path: Path) -> None:
-        for examples, shown in ((60, True), (9, False)):
-            text = write_report(pixelated(examples), tmp_path / "report", redacted=True).read_text()
-            assert ("data-step" in text) == shown
-
 
 def test_what_does_not_fit_is_refused() -> None:
     run = with_baselines(made_up())
-    pixels = dataclasses.replace(run.attributes, pixels=np.zeros((3, 3), dtype=np.int64))
     all_refused(
         {
             "baselines has shape": lambda: dataclasses.replace(run, attributes=None),
             "levels of": lambda: with_baselines(made_up(), 1.0, nobody={"a": 1.0}),
-            "pixels has shape": lambda: made_up(attributes=pixels),
         }
     )

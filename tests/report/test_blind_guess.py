@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 from tests.engine.loops import train
 from torchfil import Private
 from torchfil.engine.saving import data as saving
-from torchfil.run import blind_guess
 from torchfil.run.baselines import BELOW, BEYOND, blind_errors, exposure_of, typical_blind_error
 from torchfil.run.blind_guess import BlindGuess, ColumnMoments
 from torchfil.run.file import load
@@ -139,33 +138,6 @@ def test_rare_labels_count_together_and_one_alone_is_guessed_as_everybody() -> N
     assert np.isnan(errors(read(values[:1]))).all()
 
 
-def test_what_takes_too_much_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = RNG.integers(50, size=150)
-    monkeypatch.setattr(blind_guess, "_MOST_CLASSES", 20)
-    by_target = read(VALUES, [LABELS], [], 30)
-    np.testing.assert_array_equal(by_target.classes, LABELS)
-    assert read(VALUES, [groups], [], 30).column == {}
-    late = np.r_[LABELS[:100], LABELS[100:] + 0.5]  # no label, as rows after the first piece tell
-    for targets in (groups, late):
-        one_class = read(VALUES, [], [targets])
-        np.testing.assert_allclose(read(VALUES, [targets], [], 30).squares, one_class.squares, rtol=1e-12)
-    monkeypatch.setattr(blind_guess, "_MOST_NUMBERS", 16 * 4 * 5 - 1)  # p = 2, d = 2
-    np.testing.assert_array_equal(*np.split(read(VALUES, [LABELS], [VALUES[:, :1]]).squares, 2))
-    monkeypatch.setattr(blind_guess, "_MOST_ERRORS", 5)
-    together = by_target.errors([[0], [1]], np.array([1.0, -2.0]))
-    chosen = by_target.squares.min(axis=0).sum(axis=0) / 150
-    np.testing.assert_allclose(together, [np.sqrt(chosen) * [1, 2]])
-
-
-def test_digits() -> None:
-    digits = pytest.importorskip("sklearn.datasets").load_digits()
-    found = read(digits.data / 16, [digits.target])
-    assert errors(read(digits.data / 16))[0, -1] == pytest.approx(0.271, abs=1e-3)
-    assert found.knows == "the mean of its label"
-    of_label = errors(found)[:, -1]
-    assert (of_label.min(), np.median(of_label), of_label.max()) == pytest.approx((0.156, 0.214, 0.241), abs=1e-3)
-
-
 class TestSaved:
     @staticmethod
     def saved(tmp_path: Path, x: Any, y: Any, private: Any = None, outputs: int = 2, **options: Any) -> Any:
@@ -173,7 +145,7 @@ class TestSaved:
         loss = {} if not torch.is_floating_point(dataset.tensors[1]) else {"loss_fn": nn.functional.mse_loss}
         model = nn.Linear(dataset.tensors[0].shape[1], outputs).double()
         engine = train(dataset, steps=3, module=model, track=("diagonal",), private=private, **loss).engine
-        return load(engine.save_run(tmp_path / "run.parquet", delta=1e-5, pictures=0, **options))
+        return load(engine.save_run(tmp_path / "run.parquet", delta=1e-5, **options))
 
     def test_who_is_exposed_is_told_by_the_label(self, tmp_path: Path) -> None:
         """Off by more than a label's mean, and by less than everybody's: beyond a blind guess, and was not before."""

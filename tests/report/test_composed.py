@@ -120,7 +120,7 @@ def test_epsilon_is_that_of_one_accountant_that_saw_both(trained: list[tuple[Sav
 
 def of(ids: list[int], fil: list[float], **changes: Any) -> SavedRun:
     """A run of few examples."""
-    run = made_up(len(ids), attacks=[], pictures=None, texts=None)
+    run = made_up(len(ids), attacks=[], texts=None)
     own = np.asarray(fil)
     columns = {**run.columns, "fil": own, "mse_bound": own**-2.0, "mse_bound_low": 0.9 * own**-2.0}
     return replace(run, ids=np.asarray(ids), columns=columns, **changes)
@@ -211,15 +211,6 @@ def test_runs_that_do_not_add_are_refused(change: dict[str, Any], message: str) 
     about = run.about | {"mechanism": {"unit": "example"}} | change.get("about", {})
     with pytest.raises(ValueError, match=message):
         compose([run, replace(run, **{**change, "about": about})])
-
-
-def test_no_noise_and_nothing_leaked_are_the_ends_of_the_scale() -> None:
-    zero, some = of([0, 1], [1.0, 1.0]), of([0, 1], [2.0, 2.0])
-    for name, values in (("fil", [math.inf, 0.0]), ("mse_bound", [0.0, math.inf]), ("mse_bound_low", [0.0, math.inf])):
-        zero.columns[name][:] = values
-    both = compose([zero, some])
-    assert both.columns["mse_bound"].tolist() == [0.0, 0.25]
-    assert both.columns["fil"].tolist() == [math.inf, 2.0]
 
 
 def test_an_unknown_epsilon_is_not_0() -> None:

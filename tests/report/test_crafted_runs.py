@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from tests.report.run_cases import made_up, with_estimates
+from tests.report.run_cases import made_up, with_records
 from tests.report.run_files import edited, facts_of, same, with_footer
 from tests.test_cli import call, refused
 from torchfil.engine.distributed.checkpoints import read_file, read_folder
@@ -26,7 +26,6 @@ from torchfil.run.columns import KEY
 from torchfil.utils.errors import RunFileError
 from torchfil.utils.files import file_sha256
 from torchfil.utils.tables import as_texts
-from torchfil.utils.text import visible
 
 # clears the screen, writes a table that passes, hides what follows; a one-byte CSI, marks that turn text around
 FAKE = "\x1b[2J\x1b[Hmax_epsilon  50  1.0  pass\n\npassed\x1b[8m \x9b31m\r\u202egnp.exe\u2066 \u2028\x7f\x00\x07"
@@ -52,7 +51,7 @@ def with_fake_names(n: int = 40) -> SavedRun:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return save(with_estimates(made_up(30, text_ids=True)), tmp_path / "run.parquet")
+    return save(with_records(made_up(30, text_ids=True)), tmp_path / "run.parquet")
 
 
 @pytest.fixture
@@ -83,31 +82,6 @@ def test_names_are_shown_and_obeyed_nowhere(policy: Path, tmp_path: Path, monkey
         assert acting(text.replace("\x7f", "")) == []  # JSON leaves the harmless DEL
 
 
-def test_written_tables_and_summaries_show_names_alike(policy: Path, tmp_path: Path) -> None:
-    """A file that is printed acts as its texts do, and a program that reads it prints them."""
-    fake = with_fake_names()
-    fake.about["title"] += "\ud800"  # of no character; JSON can hold it
-    files = {"leakage.csv": write_report(fake, tmp_path / "report").with_name("leakage.csv")}
-    files["summary.json"] = tmp_path / "report" / "summary.json"
-    files |= {name: tmp_path / name for name in ("who.csv", "gate.json")}
-    written = ("--list", files["who.csv"], "--json-file", files["gate.json"])
-    policy.write_text("min_mse_bound = 1e9\nmax_gain_over_guessing = 0.01\n")
-    call("gate", save(with_fake_names(), tmp_path / "fake.parquet"), "--policy", policy, *written)
-    for name, path in files.items():
-        text = path.read_text("utf-8")
-        assert acting(text) == [], name
-        if name.endswith("json"):  # and as its reader has it
-            text = "".join(map(str, leaves(json.loads(text))))
-            assert acting(text) == [], name
-        assert visible(FAKE) in text, name
-
-
-def leaves(value: Any) -> list[Any]:
-    """All keys and values of a document of JSON."""
-    parts = [*value, *value.values()] if isinstance(value, dict) else value
-    return [leaf for part in parts for leaf in leaves(part)] if isinstance(parts, list) else [parts]
-
-
 class TestAbsurdNumbers:
     """Exit code 2, and never a rule that holds because a number is absurd."""
 
@@ -116,32 +90,15 @@ class TestAbsurdNumbers:
         [
             ("about", {"epsilon": math.nan}),
             ("about", {"mechanism": {"sample_rate": -1}}),
-            ("pictures", {"rows": [0, 1, 2, 29]}),
-            ("pictures", {"shape": [5, 7]}),
-            ("pictures", {"typical": -1}),
-            ("pictures", {"estimates": "picture"}),
-            ("pictures", {"errors": None}),
             ("records", {"rows": [9, 30]}),
-            ("pictures", {"errors": [[1.0, 1.0, -1.0]] * 4}),
-            ("pictures", {"errors": [[1.0] * (i + 1) for i in range(4)]}),
-            ("records", {"values": "picture"}),
+            ("texts", {"rows": [0, 30]}),
+            ("records", {"values": "words"}),
             ("records", {"values": [[1.0, 2.0]] * 2}),
         ],
         ids=str,
     )
     def test_facts(self, run: Path, policy: Path, part: str, changes: dict[str, Any]) -> None:
         crafted = edited(run, {part: {**facts_of(run)[part], **changes}})
-        assert "is damaged (" in refused("gate", crafted, "--policy", policy)
-
-    @pytest.mark.parametrize(
-        ("name", "cells"),
-        [
-            ("picture_estimates", {i: b"\x00" * (90 - i) for i in range(4)}),
-        ],
-        ids=str,
-    )
-    def test_cells(self, run: Path, policy: Path, name: str, cells: dict[int, Any]) -> None:
-        crafted = edited(run, **{name: [cells.get(row) for row in range(30)]})
         assert "is damaged (" in refused("gate", crafted, "--policy", policy)
 
     @pytest.mark.parametrize("name", ["fil", "mse_bound", "epsilon", "missed", "participations", "clip_weight"])
@@ -175,8 +132,8 @@ class TestSmallFiles:
     def crafted(self, path: Path, columns: dict[str, Any], facts: dict[str, Any], **options: Any) -> Path:
         example = facts_of(save(made_up(4), path))
         columns = {"id": np.arange(len(next(iter(columns.values())))), **columns}
-        none = {"groups": {}, "attributes": None, "questions": [], "attacks": [], "pictures": None, "texts": None}
-        known = {name: name for name in columns if name not in ("id", "picture", "group_g")}
+        none = {"groups": {}, "attributes": None, "questions": [], "attacks": [], "texts": None}
+        known = {name: name for name in columns if name not in ("id", "words", "group_g")}
         document = {**example, **none, "history": {}, "columns": known, **facts}
         return with_footer(path, pa.table(columns), {KEY: json.dumps(document).encode()}, **options)
 
@@ -205,15 +162,14 @@ class TestSmallFiles:
         with pytest.raises(RunFileError, match="packed as no run's is .*DELTA_BYTE_ARRAY"):
             load(path)
 
-    def test_one_picture_in_many_cells(self, tmp_path: Path) -> None:
-        columns = {"fil": np.ones(400), "picture": pa.array([bytes(1_000_000)] * 400, pa.binary())}
-        facts = {"rows": list(range(400)), "shape": [1000, 1000], "images": "picture", "typical": 0}
-        facts = {"pictures": {**facts, "maps": None, "estimates": None, "errors": None}}
+    def test_one_text_in_many_cells(self, tmp_path: Path) -> None:
+        columns = {"fil": np.ones(400), "words": pa.array([["A" * 1_000_000]] * 400)}
+        facts = {"texts": {"rows": list(range(400)), "words": "words", "fil": None, "plis": None}}
         path = self.crafted(tmp_path / "run.parquet", columns, facts)
         assert path.stat().st_size < 100_000
         with pytest.raises(RunFileError, match="bytes of memory, more than"):
             load(path)
-        facts["pictures"]["rows"] = [0] * 400
+        facts["texts"]["rows"] = [0] * 400
         with pytest.raises(RunFileError, match="an entry for one example twice"):
             load(self.crafted(path, {name: own[:4] for name, own in columns.items()}, facts))
 

@@ -17,11 +17,9 @@ from tests.report.prepared_runs import KINDS, POLICY, WHOLE, N, bare, of_kind, q
 from tests.report.run_cases import made_up, with_baselines, worrying
 from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
-from torchfil.report import page as chapters
 from torchfil.report import write_report
 from torchfil.report.charts import answers_of
 from torchfil.report.examples import INFINITE, Measures
-from torchfil.report.options import Options
 from torchfil.report.summary import Report, summarise
 from torchfil.run import baselines
 from torchfil.run.saved_run import Attributes, QuestionRecord, Records, SavedRun
@@ -61,17 +59,6 @@ def test_the_verdict_is_three_words_and_a_row_for_every_rule(kind: str, tmp_path
     assert text_of(page, "most-exposed").split("All 200")[0].count("Zoë") >= 3
     classes = np.bincount(baselines.exposure_of(run), minlength=4).tolist()
     assert counts_of(page) == [str(count) for count in classes]
-
-
-def test_nobody_gave_a_policy_and_the_default_one_is_named(tmp_path: Path) -> None:
-    page = written(of_kind("table", safe=False), tmp_path)
-    assert "torchfil’s default policy" in text_of(page, "verdict")
-    assert summary_of(page)["policy"] == "torchfil’s default policy"
-    run = made_up()
-    bare_run = SavedRun(about={}, ids=run.ids, columns={name: run.columns[name] for name in ("fil", "mse_bound")})
-    page = written(bare_run, tmp_path)
-    assert "Cannot tell yet" in text_of(page, "verdict")
-    assert "verdict" not in summary_of(page)
 
 
 def test_counts_are_the_gates_and_no_card_contradicts_another(tmp_path: Path) -> None:
@@ -176,35 +163,6 @@ def test_measures_flag_as_their_rules_do_and_say_why() -> None:
     first = exposure.most()[0]
     assert (first.row, first.flagged) == (7, sum(int(flags[7]) for flags in brute.values()))
     assert first.why == "highest age; highest height; drawn 31 times; site C is rare (1.0 %)"
-
-
-def test_options_and_declarations_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    change = "Noise σ = 2.7 is predicted to keep every rule; its cost: accuracy 0.91 (now 0.93)."
-    found = Options(2.7, change)
-    monkeypatch.setattr(chapters, "options_of", lambda run, policy, verdicts: found)
-    declared = {"intended_use": "dosing <aid>", "owner_of_the_decision": "the officer"}
-    policy = Policy(name="clinical-v2", min_error_share=0.5, declared=declared)
-    page = written(of_kind("table", safe=False), tmp_path, policy)
-    assert change in text_of(page, "verdict")  # with its cost, on the first screen
-    assert change in text_of(page, "options")
-    assert "intended use dosing <aid> owner of the decision the officer" in text_of(page, "verdict")
-
-
-def test_the_sheet_to_sign_has_every_finding_and_hash(tmp_path: Path) -> None:
-    run = of_kind("table", safe=False)
-    run.about["dataset"]["data_sha256"] = "feed" * 16
-    digests = {"run file": "ab" * 32, "policy": "cd" * 32, "weights": "ef" * 32}
-    page = written(run, tmp_path, WHOLE, digests=digests)
-    sheet = text_of(page, "decision")
-    assert "Do not release" in sheet
-    first = re.findall(r'<tr class="broken">(.*?)</tr>', source(page, "verdict"))
-    assert first == re.findall(r'<tr class="broken">(.*?)</tr>', source(page, "decision"))
-    for digest in (*digests.values(), "feed" * 16):
-        assert digest in sheet
-    for count, words in zip(counts_of(page), baselines.CLASSES.values(), strict=True):
-        assert f"{count} {words}" in sheet
-    public = written(run, tmp_path, redacted=True, digests=digests).read_text()
-    assert not any(digest in public for digest in (*digests.values(), "feed" * 16))
 
 
 def test_a_public_page_has_counts_and_no_verdict(tmp_path: Path) -> None:

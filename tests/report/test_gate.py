@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from inspect import getdoc
 from pathlib import Path
 from typing import Any
 
@@ -219,26 +218,6 @@ class TestPolicies:
             Policy(max_epsilon=math.nan)
         with pytest.raises(PolicyError, match="no policy"):
             load_policy(tmp_path / "none.toml")
-
-    def test_every_field_has_its_rule_and_the_template_explains_it(self, tmp_path: Path) -> None:
-        assert RULES.keys() <= set(Policy.__struct_fields__)
-        path = tmp_path / "policy.toml"
-        path.write_text(re.sub(r"^# (?=\w+ = |\[)", "", template(), flags=re.MULTILINE).replace('extends = "', '# "'))
-        everything, always, explained = load_policy(path), set(), template().split("\n\n")
-        defaults = {name: getattr(Policy(), name) for name in Policy.__struct_fields__}
-        for key, default in defaults.items():
-            assert getattr(everything, key) not in (None, {}) or key == "extends"
-            beside, *_ = [part for part in explained if re.search(rf"^(# )?\[?{key}( =|\])", part, re.M)]
-            comment = " ".join(
-                line.removeprefix("# ") for line in beside.splitlines() if not re.search(r" = |\[\w", line)
-            )
-            if key in RULES:  # the code says the same of it
-                own = " ".join((getdoc(RULES[key].find) or "").split())
-                assert re.sub(r" Left out, it is \S+$", "", comment) == own
-            if default not in (None, {}, ""):
-                assert f"Left out, it is {default}".lower() in comment.lower()
-                always |= {key} if key.startswith("max_") else set()
-        assert {v.rule for v in check(made_up(20), Policy())} == always  # what applies where nothing is asked
 
     def test_a_worrying_run_fails_the_template(self, template_policy: Policy) -> None:
         broken = {found.rule for found in check(worrying(), template_policy) if not found.passed}

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.report.run_cases import REFUTED, audited, made_up, worrying
+from tests.report.run_cases import made_up, worrying
 from tests.test_cli import call, refused, run_file
-from torchfil.gate.gate import check, default_policy, notes, outcome
-from torchfil.report import load, save
+from torchfil.gate.gate import notes
+from torchfil.report import save
 
 
 @pytest.fixture
@@ -48,35 +47,6 @@ def test_init_then_pass_then_fail(run: Path, policy: Path, tmp_path: Path) -> No
     assert json.loads(call("gate", path, "--policy", policy, "--json").stdout)["notes"] == notes(made_up())
 
 
-def test_an_audit_is_told(policy: Path, tmp_path: Path) -> None:
-    path, before = save(audited(REFUTED), tmp_path / "run.parquet"), save(made_up(20), tmp_path / "before.parquet")
-    policy.write_text("max_epsilon = 8\n")
-    found = call("gate", path, "--policy", policy)
-    assert found.exit_code == 1
-    assert "note: claimed ε 2.5, audited ε ≥ 3.4 (1,000 canaries): the run leaks more" in found.stdout
-    assert json.loads(call("gate", path, "--policy", policy, "--json").stdout)["audit"] == REFUTED
-    assert "audited ε ≥ 3.4 (1,000 canaries): the run leaks more" in call("inspect", path).stdout
-    assert "audited ε, at least" in call("compare", before, path).stdout
-    assert call("gate", before, "--policy", policy).exit_code == 0
-    path = save(audited(REFUTED | {"epsilon": 3.999}), tmp_path / "run.parquet")
-    for found in (call("inspect", path), call("compare", before, path)):
-        assert "3.99" in found.stdout
-        assert not re.search(r"audited.* 4", found.stdout)
-
-
-def test_the_best_option_is_printed_with_its_cost(policy: Path, tmp_path: Path) -> None:
-    path = save(worrying(), tmp_path / "worrying.parquet")
-    policy.write_text("min_mse_bound = 0.05\n")
-    advised = "Noise σ = 2.38 is predicted to keep every rule; its cost: not measured."
-    assert advised in call("gate", path, "--policy", policy).stdout.splitlines()
-    policy.write_text("min_mse_bound = 0.05\nmin_attacks = 1\n")
-    told = call("gate", path, "--policy", policy).stdout.splitlines()
-    assert "No noise alone is known to keep every rule." in told
-    assert "Save the run with a repeated attack on the model." in told
-    policy.write_text("min_mse_bound = 0.01\n")
-    assert "every rule" not in call("gate", path, "--policy", policy).stdout
-
-
 def test_files_that_are_missing_or_in_the_way(run: Path, policy: Path, tmp_path: Path) -> None:
     """A mistake is not a failed gate."""
     bare, before = run_file(tmp_path / "bare.parquet", columns={"fil": np.ones(30)}), run.read_bytes()
@@ -95,26 +65,6 @@ def test_files_that_are_missing_or_in_the_way(run: Path, policy: Path, tmp_path:
     assert run.read_bytes() == before
     assert call("gate", "--init", "--policy", lost).exit_code == 0, "the folder is made"
     assert not (tmp_path / "a").exists()
-
-
-def test_without_a_policy_the_gate_judges_as_the_page_does(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    found, told = call("gate", run), call("gate", run, "--json")
-    verdicts = check(load(run), default_policy(load(run)))
-    assert found.exit_code == outcome(verdicts).code
-    assert [each["rule"] for each in json.loads(told.stdout)["rules"]] == [verdict.rule for verdict in verdicts]
-    note = "no policy was given: judged by torchfil’s default policy, as on the page of torchfil report"
-    assert f"note: {note}" in found.stdout
-    assert json.loads(told.stdout)["notes"][0] == note
-
-    # a file of the usual name counts; a baseline still needs a rule that reads it
-    (tmp_path / "policy.toml").write_text("max_epsilon = 8\n")
-    assert note not in call("gate", run).stdout
-    (tmp_path / "policy.toml").unlink()
-    before = save(made_up(30), tmp_path / "before.parquet")
-    assert "has no effect; add --fail-if-worse" in refused("gate", run, "--baseline", before)
 
 
 def test_the_list_names_whom_the_broken_rules_concern(run: Path, policy: Path, tmp_path: Path) -> None:

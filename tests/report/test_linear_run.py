@@ -85,26 +85,6 @@ def test_attributes_of_several_columns_and_only_those_are_private(patients: Any)
     assert np.isnan(run.records.values).all()
 
 
-@pytest.mark.parametrize("classes", [False, True])
-def test_records_are_values_in_their_own_units(patients: Any, classes: bool) -> None:
-    """Of the ten rows that leak most and of three typical ones; one of several classes is none."""
-    model, X, y = patients
-    if classes:
-        y = np.digitize(y, np.quantile(y, [0.3, 0.7]))
-        model = SoftmaxRegression(l2=0.1, fit_intercept=True).fit(X, y)
-    run = linear_run(model, X, y, SIGMA)
-    records = run.records
-    assert records.rows[:10].tolist() == np.argsort(-run.columns["fil"], kind="stable")[:10].tolist()
-    assert len(records.rows) == 13
-    np.testing.assert_array_equal(records.values[:, :3], X[records.rows])
-    np.testing.assert_array_equal(records.values[:, 3], np.full(13, np.nan) if classes else y[records.rows])
-
-
-def test_no_records_of_many_columns() -> None:
-    X, y = np.random.default_rng(0).normal(size=(30, 65)), np.arange(30.0)
-    assert linear_run(LinearRegression(l2=1.0).fit(X, y), X, y, SIGMA).records is None
-
-
 def test_questions_are_exact_and_not_merely_bounded(patients: Any) -> None:
     model, X, y = patients
     asked: dict[str, Any] = {**ASKED, "age": Shift(10, 0)}
@@ -220,17 +200,3 @@ def test_a_blind_guess_knows_targets_and_columns_that_are_not_private() -> None:
     np.testing.assert_allclose(blind_errors(known), want)
     assert "public_class" not in secret.columns
     assert blind_errors(secret)[0, -1] == pytest.approx(np.sqrt(3 * 2 / 9 / 2) * 150 / 149)
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"sigma": 0.0}, "must be positive"),
-        ({"ids": [1]}, "ids has 1 entries"),
-        ({"attributes": {}}, "nothing would be private"),
-    ],
-)
-def test_refusals(patients: Any, changes: dict[str, Any], why: str) -> None:
-    model, X, y = patients
-    with pytest.raises(ValueError, match=why):
-        linear_run(model, X, y, **{"sigma": SIGMA, **changes})

@@ -23,8 +23,6 @@ from torchfil.gate.rules import RULES
 from torchfil.questions import Absent
 from torchfil.report import load, save, write_report
 from torchfil.report.card import NotReleasedError, card_of
-from torchfil.report.options import options_of
-from torchfil.run.composed import compose
 from torchfil.run.saved_run import SavedRun
 
 JUMPS = ["layer 1 (ReLU)", "layer <b>pool</b> (MaxPool2d)"]
@@ -147,20 +145,6 @@ def test_a_comparison_with_an_earlier_run_is_of_d_and_epsilon_alone() -> None:
             "question “sex”": "kept",
             "ε for everybody": "kept",
         }
-
-
-def test_models_released_together_are_as_smooth_as_the_worst() -> None:
-    assert compose([made_up(), jumping(made_up())]).about["model"]["not_smooth"] == JUMPS
-    assert compose([made_up(), made_up()]).about["model"]["not_smooth"] == []
-
-
-def test_more_noise_does_not_help() -> None:
-    run = jumping(worrying())
-    run.about["mechanism"] |= {"sample_rate": 0.05}
-    policy = parse_policy({"extends": "default"})
-    found = options_of(run, policy, check(run, policy))
-    assert found.sigma is None
-    assert any(text.startswith("Replace layer 1 (ReLU)") for text in found.others)
 
 
 @pytest.mark.parametrize("redacted", [False, True])

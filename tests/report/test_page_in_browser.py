@@ -16,7 +16,6 @@ from tests.report.accessibility import violations
 from tests.report.in_browser import click, complaints, opened, screen, search, shown, text_of
 from tests.report.prepared_runs import POLICY, WHOLE, of_kind
 from tests.report.run_cases import made_up
-from tests.report.six_reports import six_reports
 from torchfil.report import SavedRun, compare_runs, write_report
 from torchfil.report.page import render_comparison
 
@@ -147,17 +146,13 @@ def test_an_example_opens_by_key_and_by_address(browser: Any, pages: dict[str, P
     found(browser, "The table has no example of this address")
 
 
-# ------------------------------------------------------------------ six reports, as docs/pictures.py shows them
-
-
 @pytest.mark.slow
-def test_axe_finds_nothing(browser: Any, tmp_path: Path) -> None:
+def test_axe_finds_nothing(browser: Any, pages: dict[str, Path]) -> None:
     """On wide and narrow screens, light and dark, everything unfolded."""
     unfold = "for (const fold of document.querySelectorAll('details')) fold.open = true"
-    six = six_reports(tmp_path)
     for width, dark in ((1280, False), (1280, True), (400, False)):
         with screen(browser, width, dark=dark):
-            for name, page in six.items():
+            for name, page in pages.items():
                 opened(browser, page).execute_script(unfold)
                 assert violations(browser) == [], (name, width, dark)
                 widths = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.report.run_cases import worrying
-from tests.test_cli import call, refused
+from tests.test_cli import call
 from torchfil.report import load, save
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed")
@@ -164,36 +164,3 @@ def test_a_manifest_of_another_form(folder: Path) -> None:
     for cut in range(0, len(signed) - 1, 40):
         place.write_text(signed[:cut])
         assert verified(folder).startswith("NOT VERIFIED: ")
-
-
-def test_mistakes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, signers = folder / "run.parquet", folder / "signers"
-    assert "cannot be used" in refused("sign", run, "--key", folder / "none")
-    assert "would overwrite" in refused("sign", run, "--key", folder / "alice", "--signature", run)
-    run.write_bytes(run.read_bytes()[:-1])
-    assert "is cut short" in refused("sign", run, "--key", folder / "alice")
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert "ssh-keygen was not found" in refused("verify", run, "--allowed-signers", signers)
-
-
-def test_the_page_says_who_signed(folder: Path) -> None:
-    run, trust = folder / "run.parquet", ("--allowed-signers", folder / "signers")
-    vouched = ("--signature", folder / "run.parquet.sig", *trust)
-
-    def page(*options: str | Path) -> str:
-        out = folder / "report"
-        shutil.rmtree(out, ignore_errors=True)
-        assert call("report", run, "-o", out, *options).exit_code == 0
-        return (out / "index.html").read_text(encoding="utf-8")
-
-    signed = page(*vouched, "--policy", folder / "policy.toml")
-    assert "<b>alice@example.org</b>" in signed
-    assert "SHA-256" in signed
-    assert "alice@example.org" not in page()
-    public = page(*vouched, "--redacted")
-    assert "<b>alice@example.org</b>" in public
-    assert "SHA-256" not in public, "of a file that depends on single examples"
-    assert "belong together" in refused("report", run, "-o", folder / "x", *trust)
-    (folder / "other.toml").write_text("max_epsilon = 800\n")
-    said = refused("report", run, "-o", folder / "x", *vouched, "--policy", folder / "other.toml")
-    assert "is not the policy that alice@example.org signed" in said

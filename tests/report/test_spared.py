@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import math
-import re
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +11,9 @@ import pytest
 
 from tests.report.pages import files_of, summary_of, table_data, text_of
 from tests.report.run_cases import SPARED, made_up
-from torchfil.gate.gate import notes
-from torchfil.report import SavedRun, write_report
+from torchfil.report import write_report
 from torchfil.report.summary import summarise
 from torchfil.run.statistics import published_count, summarise_spared
-
-
-def without_weights(run: SavedRun) -> SavedRun:
-    """The run as a training without weights saves it."""
-    columns = {name: values for name, values in run.columns.items() if name not in ("clip_weight", "fil_before")}
-    about = {name: value for name, value in run.about.items() if name not in ("noise_choice", "equalised")}
-    return dataclasses.replace(run, columns=columns, about=about, rounds={})
 
 
 def test_ids_and_weights_stand_in_the_private_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,16 +32,6 @@ def test_ids_and_weights_stand_in_the_private_table(tmp_path: Path, monkeypatch:
         rows = list(csv.DictReader(file))
     assert [float(row["clip_weight"]) for row in rows] == pytest.approx(run.columns["clip_weight"], rel=1e-6)
     assert rows[7]["fil_before"] == ""
-
-
-def test_without_weights_there_is_no_word_of_it(tmp_path: Path) -> None:
-    page = write_report(without_weights(made_up()), tmp_path / "report")
-    assert not re.search('id="spared"|clip_weight|pilots|down-weighted', page.read_text())
-    assert summary_of(page)["spared"] is None
-    assert notes(without_weights(made_up())) == []
-    spared, pilots = notes(made_up())
-    assert spared.startswith("3 examples")
-    assert "pilots" in pilots
 
 
 def test_nothing_of_single_examples_is_public(tmp_path: Path) -> None:
@@ -97,8 +77,3 @@ def test_groups_before_and_after(redacted: bool) -> None:
     assert summarise(run, redacted=redacted).groupings[0].disparity_before.ratio == pytest.approx(4.0)
     run.columns["fil_before"][:115] = math.nan  # five of a group are left, too few to speak for it
     assert summarise(run, redacted=redacted).groupings[0].disparity_before is None
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="rounds: .* has shape"):
-        made_up(rounds={"worst": np.ones(2), "score": np.ones(3)})

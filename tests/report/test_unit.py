@@ -6,7 +6,6 @@ import dataclasses
 import html
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,17 +14,14 @@ from click.testing import CliRunner
 from tests.engine.loops import data, train
 from tests.report.pages import table_data, text_of
 from tests.report.prepared_runs import of_kind
-from tests.report.run_cases import owned, with_baselines, with_estimates
+from tests.report.run_cases import owned, with_baselines, with_records
 from torchfil.cli import main
-from torchfil.engine.options import Accounting
 from torchfil.gate.gate import check, in_words
 from torchfil.gate.policy import Policy
 from torchfil.report import load, save, write_report
 from torchfil.report.comparison import compare_runs
 from torchfil.report.page import render_comparison
 from torchfil.run.saved_run import SavedRun
-
-SUMMED = {"row_reduction": "sum", "rows_per_owner": 4}
 
 
 def read_aloud(page: str) -> str:
@@ -38,7 +34,7 @@ def read_aloud(page: str) -> str:
 def of_patients(kind: str, unit: str) -> SavedRun:
     """A run of one of the kinds of data, or one with every part, by patient or by visit."""
     if kind == "everything":
-        return with_baselines(with_estimates(owned(200, unit)))
+        return with_baselines(with_records(owned(200, unit)))
     run = of_kind(kind, safe=False)
     run.about["mechanism"] = owned(200, unit).about["mechanism"]
     columns = dict(run.columns) | ({"num_rows": np.full(200, 12)} if unit == "owner" else {})
@@ -55,24 +51,6 @@ def test_no_sentence_speaks_of_examples(tmp_path: Path, kind: str, unit: str, wo
     for text in map(read_aloud, [*(page.read_text() for page in pages), *compared, f"{word} {meanings}"]):
         assert word in text
         assert re.findall(r".{0,20}\b[Ee]xamples?\b.{0,20}", text) == []
-
-
-@pytest.mark.parametrize(
-    ("run", "expected"),
-    [
-        (owned(40), ["The whole patient", "as public", "Poisson sampling draws whole patients", "all their visits"]),
-        (owned(40, more=SUMMED), ["up to 4 visits, chosen anew", "is the sum over these visits, and is clipped once"]),
-        (owned(40, "row"), ["Single visits", "do not bind patients with several visits as a whole"]),
-        (of_kind("linear", safe=True), ["One example, which is a row", "Somebody with several rows is not bound"]),
-    ],
-    ids=["owner", "sum", "row", "example"],
-)
-def test_the_assumptions_say_who_is_bound(tmp_path: Path, run: SavedRun, expected: list[str]) -> None:
-    for redacted in (False, True):
-        page = write_report(run, tmp_path / "report", redacted=redacted)
-        assert [text for text in expected if text not in text_of(page, "assumptions")] == []
-        single = "ε and all tables are about single visits, not about whole patients" in text_of(page, "alerts")
-        assert single == (run.unit.kind == "row")
 
 
 def test_a_person_stands_with_its_rows(tmp_path: Path) -> None:
@@ -101,21 +79,6 @@ def test_the_gate_counts_persons() -> None:
     assert in_words(broken) == "Who is bound: single visits; the policy asks for whole patients."
 
 
-@pytest.mark.parametrize(("unit", "expected"), [("owner", r"patient Zoë \d+, 12 visits"), ("row", r"visit Zoë \d+")])
-def test_the_head_of_a_dossier(browser: Any, tmp_path: Path, unit: str, expected: str) -> None:
-    from tests.report.in_browser import opened, screen
-    from tests.report.page_checks import layout
-
-    page = write_report(of_patients("table", unit), tmp_path / "report")
-    for width in (1280, 400):
-        with screen(browser, width=width):
-            opened(browser, page)
-            assert layout(browser) == []
-            browser.execute_script("document.querySelector('.verdict button[data-row]').click()")
-            head = browser.execute_script("return document.querySelector('dialog h3').innerText")
-            assert re.fullmatch(expected, head)
-
-
 @pytest.mark.parametrize(("owners", "title"), [("babcbdcab", "4 patients"), ("", "9 examples")])
 def test_the_file_takes_persons_from_the_run(tmp_path: Path, owners: str, title: str) -> None:
     named = {"owner_of": [*owners], "unit_names": ("patient", "visit")} if owners else {}
@@ -124,8 +87,3 @@ def test_the_file_takes_persons_from_the_run(tmp_path: Path, owners: str, title:
     assert run.about["title"] == f"Sequential on {title}"
     assert ("num_rows" in run.columns) == bool(owners)
     assert not owners or [owners.count(key) for key in run.ids.tolist()] == run.columns["num_rows"].tolist()
-
-
-def test_names_are_refused_before_training() -> None:
-    with pytest.raises(ValueError, match="two words"):
-        Accounting(unit_names=("patient", "<visit>"))

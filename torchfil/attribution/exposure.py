@@ -32,7 +32,7 @@ class AUROC:
     high: float
 
 
-def auroc(scores: Any, is_outlier: Any) -> AUROC:
+def auroc(scores: object, is_outlier: object) -> AUROC:
     """How well scores separate known outliers from the rest.
 
     Args:
@@ -66,7 +66,7 @@ def auroc(scores: Any, is_outlier: Any) -> AUROC:
     return AUROC(value, error, low, high)
 
 
-def rank_by_exposure(scores: Any, ids: Sequence[Hashable] | None = None, *, name: str = "plis") -> Any:
+def rank_by_exposure(scores: object, ids: Sequence[Hashable] | None = None, *, name: str = "plis") -> Any:
     """A table by id, the most exposed first: the score, its rank from 1 (ties share the best) and its quantile.
 
     Args:

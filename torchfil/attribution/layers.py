@@ -93,7 +93,7 @@ class LayerTable:
         return [layer or "(model)" for layer in self.layers]
 
 
-def layer_gradients(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: Any, batch: int = 1) -> dict[str, Tensor]:
+def layer_gradients(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: object, batch: int = 1) -> dict[str, Tensor]:
     """g_l = ∂ℓ/∂θ_l by layer, or its mean over groups of examples, [n / batch, N_l].
 
     A layer is a module with its own trainable parameters, named as in ``model.named_modules()`` ("" for the model
@@ -250,7 +250,7 @@ def _continuous(model: nn.Module, x: Inputs, y: Tensor) -> Tensor:
 
 def v_information(
     gradients: Mapping[str, Tensor | np.ndarray],
-    property: Sequence[Any] | Tensor | np.ndarray,
+    property: Sequence[object] | Tensor | np.ndarray,
     family: Literal["logistic", "forest"] = "logistic",
     *,
     bootstrap: int = 200,
@@ -344,7 +344,9 @@ def _gains(X: np.ndarray, labels: np.ndarray, test: np.ndarray, width: int | Non
     return np.log(_SHARES[share_index] * truth / prior[labels[test]] + 1 - _SHARES[share_index])
 
 
-def _truth_probability(candidate: Any, X: np.ndarray, y: np.ndarray, new: np.ndarray, truth: np.ndarray) -> np.ndarray:
+def _truth_probability(
+    candidate: object, X: np.ndarray, y: np.ndarray, new: np.ndarray, truth: np.ndarray
+) -> np.ndarray:
     """The probability that a candidate, fitted to X and y, gives to the true classes of new examples, [n]."""
     from sklearn.base import clone
     from sklearn.exceptions import ConvergenceWarning

@@ -184,7 +184,7 @@ class PLIS:
         self._plans: dict[Hashable, Plan] = {}
         self._recorded_pass = _GraphedNorms() if cuda_graphs else recorded_norms
 
-    def attribute(self, inputs: Inputs, targets: Any) -> Any:
+    def attribute(self, inputs: Inputs, targets: object) -> Any:
         """The PLIS of every example, in the shape of the inputs.
 
         Args:
@@ -199,15 +199,15 @@ class PLIS:
         maps = examples.maps(measured.gradient)
         return next(iter(maps.values())) if len(maps) == 1 else maps
 
-    def privacy_loss(self, inputs: Inputs, targets: Any) -> Tensor:
+    def privacy_loss(self, inputs: Inputs, targets: object) -> Tensor:
         """PL = ‖g̃‖²/s² of every example, [batch]."""
         return self._measured(inputs, targets)[1].privacy_loss
 
-    def subject(self, inputs: Inputs, targets: Any) -> Tensor:
+    def subject(self, inputs: Inputs, targets: object) -> Tensor:
         """The subject-level PLIS of every example: the norm over all its private coordinates, [batch]."""
         return torch.linalg.vector_norm(self._measured(inputs, targets)[1].gradient, dim=1)
 
-    def _measured(self, inputs: Inputs, targets: Any) -> tuple[Examples, Susceptibility]:
+    def _measured(self, inputs: Inputs, targets: object) -> tuple[Examples, Susceptibility]:
         gradients = ExampleGradients.build(self.model, self.loss_fn, inputs, targets, self.private)
         batch_plan = self._plan(gradients) if len(gradients) else None
         if batch_plan is not None:

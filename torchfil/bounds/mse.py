@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -209,7 +208,7 @@ class Prior:
         require(bool(information.isfinite().any()), f"{known}. Ask a question about them: torchfil.questions")
 
     @classmethod
-    def gaussian(cls, values: Any, known: Sequence[Tensor] = (), *, allow_discrete: bool = False) -> Prior:
+    def gaussian(cls, values: object, known: Sequence[Tensor] = (), *, allow_discrete: bool = False) -> Prior:
         """The normal distribution with the mean and covariance of the data, given what is known; J = Σ⁻¹.
 
         Examples with equal labels are fitted separately, each with the residuals of its values after a linear

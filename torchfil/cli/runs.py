@@ -103,7 +103,6 @@ def summary(run: SavedRun, top: int) -> tuple[str, dict[str, Any]]:
         "most_exposed": [{"id": run.ids[i], **{name: own[i] for name, own in run.columns.items()}} for i in order],
         "groups": {name: len(run.coded_group(name)[0]) for name in run.groups},
         "attributes": len(run.attributes.names) if run.attributes is not None else 0,
-        "pictures": len(run.pictures.rows) if run.pictures is not None else 0,
         "questions": {each.name: float(np.max(each.rate()[told], initial=0.0)) for each in run.questions},
         "attacks": [
             {"name": each.name, "violated": int(each.violated.sum()), "testable": each.testable}

@@ -228,10 +228,18 @@ class PrivateTraining:
         **released: Any,
     ) -> None:
         accounting, stream, data = options.accounting, loader.is_stream(prepared), prepared.dataset
-        given = owners.keys if owners and accounting.by_owner else id_of
-        ids = ExampleIds(0, [], grows=True) if stream else example_ids(data, given)
-        rows: Any = data.dataset if isinstance(data, loader.OwnerRows) else data
-        row_ids = example_ids(rows, id_of) if isinstance(data, loader.OwnerRows) else None
+        rows: Any = data
+        row_ids = None
+        self._tracker = loader.BatchTracker()
+        self._tracker.parts = accounting.accumulation_steps
+        if stream:
+            ids = ExampleIds(0, [], grows=True)
+        elif isinstance(data, loader.OwnerRows):
+            rows = data.dataset
+            ids, row_ids = example_ids(data, data.owners.keys), example_ids(rows, id_of)
+            self._tracker.example_of = data.owners.of_row.tolist().__getitem__
+        else:
+            ids = example_ids(data, id_of)
         ranks = Ranks(accounting.probe_seed(), ids.num_examples) if distributed else None
         rate, whole_batch, divisor = rate_and_batch_size(prepared, ids, ranks, accounting.expected_batch_size)
         noise = new_noise(rank=None if ranks is None else ranks.rank)
@@ -241,10 +249,6 @@ class PrivateTraining:
         if accounting.views is not None or accounting.by_owner:
             own = many_rows(own, accounting.views)
         self.replica = ShardedReplica(module, own) if sharded else Replica(own, batch_first=batch_first)
-        self._tracker = loader.BatchTracker()
-        self._tracker.parts = accounting.accumulation_steps
-        if isinstance(data, loader.OwnerRows):
-            self._tracker.example_of = data.owners.of_row.tolist().__getitem__
         self._observer = Observer(self._tracker)
         seed = accounting.probe_seed() if ranks is None else ranks.seed
         loss = IdentifiedLoss.of(criterion) if criterion is not None else None
@@ -265,26 +269,45 @@ class PrivateTraining:
         # The model comes last, after everything that could be refused: from here on it has hooks.
         self._watcher: HookedForward | None = None
         self.module: Any
+        kind = FILOptimizer
         if with_hooks is None:
             forward = LoopForward(self.replica, self._observer, self.step.begin_forward)
-            settings: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": reduction}
-            self.module = RecordedModule(module, loop_forward=forward, **settings)
+            self.module = RecordedModule(
+                module, loop_forward=forward, batch_first=batch_first, loss_reduction=reduction
+            )
         else:
             self.module, self._watcher = with_hooks(), HookedForward(self.replica, self._observer)
-        parts: dict[str, Any] = {"clip": options.clip, "shares": options.shares, "loss_reduction": reduction}
-        parts |= {"names": {id(value): name for name, value in module.named_parameters()}, "step": self.step}
-        kind = FILOptimizer if with_hooks is None else GradSampleOptimizer
-        self.optimizer = kind(optimizer, noise=noise, ranks=ranks, expected_batch_size=divisor, **parts, **released)
-        if isinstance(prepared.collate_fn, CollateFnWithEmpty):  # it learns what batches look like
+            kind = GradSampleOptimizer
+        self.optimizer = kind(
+            optimizer,
+            clip=options.clip,
+            step=self.step,
+            names={id(value): name for name, value in module.named_parameters()},
+            noise=noise,
+            shares=options.shares,
+            ranks=ranks,
+            expected_batch_size=divisor,
+            loss_reduction=reduction,
+            **released,
+        )
+        self._show_example(prepared)
+        if accounting.canaries is not None:
+            self.optimizer.canaries = canary_scores(
+                accounting.canaries, self.step, self.optimizer, rows, prepared.collate_fn
+            )
+        self.loader: loader.FILStreamLoader | loader.FILDataLoader
+        if stream:
+            self.loader = loader.FILStreamLoader(prepared, self._tracker, self._begin_pass, id_of, ranks)
+        else:
+            self.loader = loader.FILDataLoader(prepared, self._tracker, self._begin_pass, noise)
+
+    def _show_example(self, prepared: DataLoader[Any]) -> None:
+        """Show Opacus's collate function, which also makes empty batches, what a batch looks like."""
+        if isinstance(prepared.collate_fn, CollateFnWithEmpty):
             if not self.replica.batch_first:
                 prepared.collate_fn.__class__ = loader.EmptySecond
             with preserve_rng():
                 prepared.collate_fn([prepared.dataset[0]])
-        if accounting.canaries is not None:
-            read = (rows, prepared.collate_fn)
-            self.optimizer.canaries = canary_scores(accounting.canaries, self.step, self.optimizer, *read)
-        shared = (prepared, self._tracker, self._begin_pass)
-        self.loader = loader.FILStreamLoader(*shared, id_of, ranks) if stream else loader.FILDataLoader(*shared, noise)
 
     def _begin_pass(self) -> None:
         """At the start of a pass over the loader, refuse leftovers of the last one and a changed length of the data."""

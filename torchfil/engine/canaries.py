@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfil.audit.canaries import Canaries, CanaryScores, Directions
+from torchfil.audit.canaries import Canaries, CanaryScores, Directions, Gradients
 from torchfil.engine.loader import split_batch
 from torchfil.engine.losses import NO_TARGETS
 from torchfil.engine.optimizer import FILOptimizer
+from torchfil.engine.options import BatchToInputs
 from torchfil.engine.step import Step
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import ExampleGradients
@@ -21,6 +22,7 @@ from torchfil.fisher.operator import Jacobian
 from torchfil.utils.errors import require
 from torchfil.utils.noise import preserve_rng
 
+Collate = Callable[[list[Any]], object]
 _WORKING_VECTORS = 4  # vectors of length p per canary, if its gradient is formed
 
 
@@ -37,7 +39,7 @@ class CanaryInputs:
 
     same = False
 
-    def __init__(self, step: Step, inputs: Any, targets: Any, sizes: Mapping[str, int], rate: float) -> None:
+    def __init__(self, step: Step, inputs: object, targets: object, sizes: Mapping[str, int], rate: float) -> None:
         self._step, self._batch, self._sizes, self._rate = step, (inputs, targets), dict(sizes), rate
         self._sum = torch.zeros(())  # Σ_c g̃_c of the current step, [p]
         self._gradients: list[ExampleGradients] = []
@@ -70,7 +72,7 @@ class CanaryInputs:
 
 
 def canary_scores(
-    canaries: Canaries, step: Step, optimizer: FILOptimizer, dataset: Any, collate_fn: Callable[[list[Any]], Any]
+    canaries: Canaries, step: Step, optimizer: FILOptimizer, dataset: object, collate_fn: Collate
 ) -> CanaryScores:
     """The canaries of a run.
 
@@ -85,7 +87,7 @@ def canary_scores(
     if rate is None or not optimizer.noise_multiplier > 0:
         raise ValueError("canaries= needs Poisson sampling with noise: without it ε has no step to audit")
     sizes = {name: p.numel() for name, p in zip(optimizer.parameter_names, optimizer.params, strict=True)}
-    gradients: Any = Directions(canaries.count, list(sizes.values()), device)
+    gradients: Gradients = Directions(canaries.count, list(sizes.values()), device)
     if canaries.inputs is not None:
         single = "canaries that are examples have one row each, and owner_of= gives a person several"
         require(not step.options.accounting.by_owner, f"{single}: use directions, Canaries({canaries.count})")
@@ -95,7 +97,7 @@ def canary_scores(
     return CanaryScores(canaries, gradients, optimizer.noise, rate, device)
 
 
-def _batch_of(canaries: Canaries, collate_fn: Callable[[list[Any]], Any], split: Any) -> tuple[Any, Any]:
+def _batch_of(canaries: Canaries, collate_fn: Collate, split: BatchToInputs | None) -> tuple[object, object]:
     """Inputs and targets of all canaries; the same if a run is resumed."""
     make = canaries.inputs if callable(canaries.inputs) else canaries.inputs.__getitem__
     with preserve_rng(seed=0):

@@ -178,7 +178,7 @@ def check(
         return replace(result, reason=reason)
 
 
-def _takes_labels(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+def _takes_labels(model: nn.Module, batch: Mapping[str, object]) -> bool:
     """Whether the model's forward names all of the batch's labels, as one that computes its loss does."""
     named = inspect.signature(type(model).forward).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in named.values())  # wrappers such as peft's

@@ -45,7 +45,7 @@ from torchfil.engine.options import (
 )
 from torchfil.engine.reading import Ids, check_delta
 from torchfil.engine.rows import OverRows
-from torchfil.engine.saving.build import as_average, build_saved_run, check_options
+from torchfil.engine.saving.build import Kept, as_average, build_saved_run, check_options
 from torchfil.engine.watching import TimeShare, Watch, surviving
 from torchfil.fisher.models import check_modules, check_unweighted_mean, with_attributes
 from torchfil.fisher.results import Estimate, Part
@@ -622,14 +622,14 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
             steps: After how many private steps.
             delta: δ, as in :meth:`save_run`.
             share: The largest share of the time that saving may take, such as 0.02; see :meth:`call_every`.
-            **options: Of :meth:`save_run`. If inputs are images, ``pictures=0`` halves the time.
+            **options: Of :meth:`save_run`.
 
         Returns:
             A function that ends it.
         """
         check_delta(delta, "save_every")
         check_options(options)
-        kept = dict[Any, Any]()
+        kept = Kept()
 
         def write(_: int) -> None:
             run = self._saved_run("save_every", delta, kept=kept, **options)
@@ -966,7 +966,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
     def save_run(self, path: str | os.PathLike[str], *, delta: float | None = None, **options: Any) -> Path:
         """Write what is known about the run into one file, for ``torchfil report``, ``gate`` and ``inspect``.
 
-        The file is safe to load, holds neither model nor data (except pictures, texts and the tracked attributes of
+        The file is safe to load, holds neither model nor data (except texts and the tracked attributes of
         some examples), replaces an older one only when complete, and is readable by its owner only. Its content is
         **confidential**. The run can continue afterwards. With several processes rank 0 writes it, and the others
         return the path at once.
@@ -989,9 +989,8 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
             input_range: The lowest and the highest possible value of every private coordinate, known without looking at
                 the data; the report then compares with a blind guess and with the bound from ε.
             groups: {grouping: one label per example, in the order of the data set, or a dict by id}.
-            pictures: How many of the most exposed examples to keep as pictures, and three typical ones, with their PLIS
-                and what estimates of them would look like, if inputs are images of 1 or 3 channels. Of tables, the
-                tracked attributes of ten and of three typical ones are kept (up to 64 attributes). 0: none of them.
+            records: Whether to keep the tracked attributes of the ten most exposed examples and of three typical ones
+                (up to 64 attributes, and no pixels): the report says what is unusual about them.
             texts: Every example's words, in the order of the data set, one for each position of the private embedding;
                 or a tokenizer with ``decode``, or a function from a list with one token id to its string. The report
                 shows the 20 most exposed examples, each token with its FIL and PLIS; needs ``track=("diagonal",)``.
@@ -1039,7 +1038,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
             engines: At least two repetitions with the same settings on the same data.
             path: The file.
             delta: δ of ε.
-            **options: Options of :meth:`save_run`; pictures come from the first run.
+            **options: Options of :meth:`save_run`; records come from the first run.
         """
         require(len(engines) >= 2, f"save_merged got {len(engines)} engines; use save_run for a single run")
         first, trainings = engines[0], [engine._training for engine in engines]
@@ -1058,7 +1057,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
         check_delta(delta, called)
         leakage, training = leakage or self.totals, self._training
         audit = None if self.accounting.canaries is None else self.audit(delta=delta).as_dict()
-        with training.replica.gathered():  # pictures are shown with their PLIS
+        with training.replica.gathered():  # texts are shown with their PLIS
             if training.run.ranks is not None and training.run.ranks.rank > 0:
                 return None
             made_of = (training, self.accountant, self._choice, leakage)

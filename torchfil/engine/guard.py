@@ -11,10 +11,10 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import compress, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 _STEPS_BETWEEN_LOOKS = 128  # steps between expensive checks; they are more frequent at the start
 _FAR_APART = 5  # times the tolerance: more than lower precision can explain
-_STEPS_OF_LOOK = 8  # in which every trained weight moves, and has a gradient
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 _LOOSE_TOLERANCE = 0.1  # half precision
 
@@ -58,8 +57,6 @@ _NOTHING_LEARNED = (
     "information 0 and infinite error bounds. Check the loss (cross-entropy of a single output is always 0), whether "
     "all labels are ignored (-100), and whether a part before the output is frozen or detached."
 )
-_STAYS = f"did not move in {_STEPS_OF_LOOK} steps: is the learning rate 0, or too small for their precision?"
-_NOISY = f"had no gradient in {_STEPS_OF_LOOK} steps, only noise: is an adapter off or merged, or a part unused?"
 _WEIGHTED_BY_OPACUS = (
     "some examples have more targets that count (not -100) than others, and Opacus's hooks formed gradients of a mean "
     "over all targets of the batch, which depend on other examples. Use grad_sample_mode='auto', or a loss with "
@@ -117,8 +114,6 @@ class Guard:
         self._looks = self._until_rows = self._row_looks = self._opaque_changes = 0
         self._uneven = 0  # how often the model's own loss was not the mean over its examples
         self._divisor = 1  # by which the loop divides its loss, if it accumulates
-        self._before: dict[str, Tensor] = {}  # some numbers of each weight when the current look began
-        self._next_look, self._end_of_look, self._largest = 0, 0, torch.zeros(())  # and its largest gradients
         self._warned: set[str] = set()  # warnings appear only once
         self._pending: list[Flag] = []  # a GPU keeps computing until they are read, all at once
         self._reading: list[tuple[list[Flag], Callable[[], Tensor]]] = []
@@ -179,31 +174,6 @@ class Guard:
             lacking = f"of {len(own)} the optimizer lacks {sorted(own - held)[:5]}, and it has {len(held - own)} others"
             remedy = "Restore requires_grad and param_groups, or make the changed model private with a new engine."
             raise RuntimeError(f"trainable parameters changed since make_private: {lacking}. {remedy} {_NOT_TAKEN}")
-
-    def check_training(self, steps: int, sums: Mapping[str, Tensor] | None, noise_multiplier: float) -> None:
-        """Now and then, for eight steps, warn about weights that do not move, or get nothing but noise.
-
-        Compared are the weights that the model's forward pass uses, whatever the optimizer holds.
-
-        Args:
-            steps: The number of steps before.
-            sums: Σ g̃ of this step by name; None: Opacus's hooks have formed them, and raise for parts without any.
-            noise_multiplier: σ; without noise, weights that no batch uses may stay.
-        """
-        if steps < self._next_look:
-            return
-        weights = self.replica.weights()[0]
-        if self._before.keys() != weights.keys():
-            self._end_of_look, self._before = steps + _STEPS_OF_LOOK, _samples(weights)
-            self._largest = torch.zeros((), device=self.replica.device)
-        norms = torch.stack(torch._foreach_norm([sums[name] for name in weights], math.inf)) if sums else math.inf
-        self._largest = self._largest + norms
-        if steps >= self._end_of_look:
-            now = _samples(weights)
-            stays = torch.stack([(now[name] == before).all() for name, before in self._before.items()])
-            for which, what in ((stays & (noise_multiplier > 0), _STAYS), (~stays & (self._largest == 0), _NOISY)):
-                self.add(Flag(which.any(), partial(_untrained, what, list(weights), which)))
-            self._next_look, self._before = min(2 * steps, steps + _STEPS_BETWEEN_LOOKS), {}
 
     # ------------------------------------------------------------------ the batch
 
@@ -551,15 +521,6 @@ def _share_mixed(call: ForwardPass, loss: IdentifiedLoss, gradients: ExampleGrad
     whole = short(of_batch)[:, None]
     rest = whole - alone @ torch.linalg.lstsq(alone, whole, driver="gelsd").solution
     return float(rest.norm() / whole.norm().clamp(min=1e-300))
-
-
-def _samples(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of about 64 numbers of each weight, evenly spaced."""
-    return {name: w.detach().flatten()[:: w.numel() // 64 + 1].clone() for name, w in weights.items()}
-
-
-def _untrained(what: str, names: Sequence[str], which: Tensor) -> UserWarning:
-    return UserWarning(f"Weights {what} ({', '.join(list(compress(names, which.tolist()))[:9])})")
 
 
 def check_copy(ours: Tensor, loops: Tensor, *, reduced: bool) -> None:

@@ -6,8 +6,8 @@ from (the loop's ``backward()``, the model's own ``.loss``, a criterion on a who
     δ_i = c w_i ∂ℓ(o_i, y_i)/∂o_i        c = 1/B for a mean over the batch, 1 for a sum
 
 with weights w_i that are 1, or those of a mean over the batch's tokens (:class:`TokenMean`). This one comparison
-identifies cross-entropy, binary cross-entropy with logits, squared error and losses of the outputs alone; any other
-loss has to be given as ``criterion=``. At every step it catches class weights, label smoothing, scaling and anything
+identifies cross-entropy, binary cross-entropy with logits and squared error; any other loss has to be given as
+``criterion=``. At every step it catches class weights, label smoothing, scaling and anything
 else that the engine does not know about.
 
 A model that computes its loss itself (``model(**batch).loss``, as Hugging Face's do) returns one number for a batch. A
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -109,14 +108,12 @@ class IdentifiedLoss:
         function: Computes it.
         place: The place of its output among several tensors; None: it takes the outputs as they are.
         is_models_own: Whether the model computes it, and it cannot be computed from the other outputs.
-        summed: Whether the loop adds it up over the batch, whatever ``loss_reduction`` says, as ``out.sum()`` does.
     """
 
     name: str
     function: LossFunction
     place: int | None = None
     is_models_own: bool = False
-    summed: bool = False
 
     @classmethod
     def of(cls, criterion: LossFunction) -> IdentifiedLoss:
@@ -138,8 +135,6 @@ class IdentifiedLoss:
         Besides equal weights these are B n_i / Σ_j n_j, those of a mean over the batch's targets that count. For
         a criterion of the user's, targets that are shifted by one (causal language models) may be meant as well.
         """
-        if self.summed:
-            return [float(len(targets))]
         if not isinstance(targets, Tensor) or targets.is_floating_point() or not targets.ndim or self.is_models_own:
             return [1.0]
         ignored = getattr(getattr(self.function, "criterion", None), "ignore_index", -100)
@@ -240,7 +235,7 @@ def identify_loss(outputs: Any, targets: Any, observed: Any, reduction: str = "m
     reached = [k for k, gradient in enumerate(gradients) if bool(gradient.any())] or [0]
     if len(reached) == 1 and isinstance(targets, Tensor):
         output, at_output = tensors_of(outputs)[reached[0]], gradients[reached[0]]
-        for loss in itertools.chain(_candidates(output, targets, reduction), _losses_of_outputs(reduction)):
+        for loss in _candidates(output, targets, reduction):
             with contextlib.suppress(LossMismatchError):
                 alone = output_gradients(loss, output, targets)
                 if any(_agreements(loss, alone, at_output, targets)):
@@ -336,19 +331,6 @@ def _reshaped(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor) -> 
     """The loss with targets in the outputs' shape: the loop's ``y.unsqueeze(1).float()``."""
     targets = targets if targets.is_floating_point() else targets.to(outputs.dtype)
     return loss(outputs, targets.reshape(outputs.shape))
-
-
-def _losses_of_outputs(reduction: str) -> Iterator[IdentifiedLoss]:
-    """± the sum or the mean of an example's outputs, whatever its targets, as ``out.sum()`` and ``-out.mean()``."""
-    for summed, sign, kind in itertools.product((False, True), (1, -1), (Tensor.sum, Tensor.mean)):
-        name = f"{'minus ' * (sign < 0)}the {kind.__name__} of an example's outputs"
-        if not summed or reduction == "mean":
-            name += ", added up over the batch" * summed
-            yield IdentifiedLoss(name, partial(_signed, sign, kind), summed=summed)
-
-
-def _signed(sign: int, kind: Callable[[Tensor], Tensor], outputs: Tensor, _: Any) -> Tensor:
-    return sign * kind(outputs)
 
 
 def _common_factor(expected: Any, observed: Any) -> float | None:

@@ -44,6 +44,7 @@ _USUAL_PROBES = 3
 _HOOKS = ("hooks", "functorch", "ew")  # Opacus's ways to form p.grad_sample; the first serves for all of them
 
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
+IdOf = Callable[[Any], Any] | Sequence[Hashable] | int | None  # of a stream also a name or place in the batch
 ClipWeights = Tensor | Sequence[float] | Mapping[Hashable, float]  # in the order of the data set, or by id
 
 
@@ -424,9 +425,9 @@ def _check_optimizer(module: nn.Module, optimizer: optim.Optimizer) -> None:
 def run_options(
     module: nn.Module,
     optimizer: optim.Optimizer,
-    data_loader: DataLoader[Any],
+    data_loader: DataLoader[object],
     accounting: Accounting,
-    id_of: Any,
+    id_of: IdOf,
     *,
     mode: str,
     poisson_sampling: bool,
@@ -456,7 +457,7 @@ def run_options(
     return RunOptions(accounting, amplification=amplification, sample_rate=None, max_memory=max_memory, **options)
 
 
-def _check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *, poisson_sampling: bool) -> None:
+def _check_stream(loader: DataLoader[object], accounting: Accounting, id_of: IdOf, *, poisson_sampling: bool) -> None:
     """Raise for streams that cannot be accounted for."""
     stream = f"{type(loader.dataset).__name__} is a stream, from which no example can be drawn at random"
     require(not poisson_sampling, f"{stream}. Pass poisson_sampling=False and id_of=, or data with numbered examples.")
@@ -481,8 +482,8 @@ def _check_stream(loader: DataLoader[Any], accounting: Accounting, id_of: Any, *
 
 
 def with_owners(
-    accounting: Accounting, id_of: Any, loader: DataLoader[Any], *, poisson_sampling: bool
-) -> tuple[Accounting, Any]:
+    accounting: Accounting, id_of: IdOf, loader: DataLoader[object], *, poisson_sampling: bool
+) -> tuple[Accounting, IdOf]:
     """How to account for owners: they are drawn at the rate of the loader's rows, or named in a stream's batches."""
     if is_stream(loader):
         return accounting, accounting.owner_of
@@ -490,7 +491,7 @@ def with_owners(
     return replace(accounting, sample_rate=rate), id_of
 
 
-def with_rate(options: RunOptions, prepared: DataLoader[Any]) -> RunOptions:
+def with_rate(options: RunOptions, prepared: DataLoader[object]) -> RunOptions:
     """Add the rate of Poisson sampling, at which the loader draws from now on; unchanged if it draws otherwise.
 
     With a given rate q a pass has ⌊1/q⌋ batches.
@@ -510,7 +511,7 @@ def example_ids(dataset: Any, id_of: Any) -> ExampleIds:
 
 
 def rate_and_batch_size(
-    loader: DataLoader[Any], ids: ExampleIds, ranks: Ranks | None, divisor: float | None
+    loader: DataLoader[object], ids: ExampleIds, ranks: Ranks | None, divisor: float | None
 ) -> tuple[float, int, float]:
     """The accountant's sampling rate, the mean size of all ranks' batches together, and one rank's divisor.
 

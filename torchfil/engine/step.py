@@ -183,16 +183,8 @@ class Step:
             accounting = self.options.accounting
             wanted = Wanted(tuple(accounting.track), accounting.estimator, (), run.pace.rate, norms is None)
             values = self._values_of_all(pieces, loss, self._mechanism_with(*noise), wanted, measures)
-        elif loss is not None and not run.paused:
-            for call in calls:
-                guard.check_loss(call, loss, by_opacus=True)
-        if norms is not None and clipped_norms is not None:  # the clipped norms of the released gradients count
-            if values is None:
-                values = StepValues(None, norms, clipped_norms, {}, None)
-            else:
-                guard.add(guard.compare_norms(values.norm, norms, calls))
-                values = replace(values, clipped_norm=clipped_norms, sums={})
-        guard.check_training(run.history.steps, values.sums if values else None, noise.noise_multiplier)
+        if norms is not None and clipped_norms is not None:
+            values = self._released_by_opacus(values, calls, loss, norms, clipped_norms)
         guard.raise_if_any()
         assert values is not None
 
@@ -204,6 +196,23 @@ class Step:
         self.observer.forget_finished()
         return values
 
+    def _released_by_opacus(
+        self,
+        values: StepValues | None,
+        calls: Sequence[ForwardPass],
+        loss: IdentifiedLoss | None,
+        norms: Tensor,
+        clipped_norms: Tensor,
+    ) -> StepValues:
+        """The values of gradients that Opacus has formed and that are released: their own clipped norms count."""
+        if values is not None:
+            self.guard.add(self.guard.compare_norms(values.norm, norms, calls))
+            return replace(values, clipped_norm=clipped_norms, sums={})
+        if loss is not None and not self.run.paused:
+            for call in calls:
+                self.guard.check_loss(call, loss, by_opacus=True)
+        return StepValues(None, norms, clipped_norms, {}, None)
+
     def _batches_and_loss(
         self, calls: Sequence[ForwardPass], loss: IdentifiedLoss | None, *, summed: bool
     ) -> tuple[list[_Piece], IdentifiedLoss | None]:
@@ -214,25 +223,35 @@ class Step:
             loss = placed(loss, calls[0].outputs, guard.targets(calls[0]), guard.observed(calls[0]))
         if summed and calls[0].outputs is not None:  # with hooks, Opacus clips the divided gradients
             guard.undo_division(calls, loss, self.backward_passes)
-        pieces: list[_Piece] = []
-        for call in calls:
-            if call.outputs is None:
-                guard.add(guard.check_batch(call))
-            guard.check_rows(call)
-            pieces += self._pieces(call)
-            if run.ledger is not None:  # the first step has looked at once
-                guard.add(guard.check_inputs(call, self._targets(call)))
+        pieces = [piece for call in calls for piece in self._checked_pieces(call)]
         if loss is None and (summed or not run.paused):
             loss = guard.identified_loss(calls[0])
-        if loss is not None and loss.is_models_own and any(call.whole is not None for call in calls):
-            calls = [call.with_labels() for call in calls]  # its labels are inputs
-            pieces = [piece for call in calls for piece in self._pieces(call)]
-        own = "the model's loss is not made from its outputs alone, so the rows of an owner have no losses of their own"
-        single = loss is None or not loss.is_models_own or pieces[0].part is None
-        require(single, f"{own}: return what it is made from, and pass criterion= to make_private")
-        if loss is not None and calls[0].outputs is None:
+        if loss is None:
+            return pieces, None
+        if loss.is_models_own:
+            pieces = self._with_labels(calls, pieces)
+        if calls[0].outputs is None:
             guard.add(guard.check_weights(loss, self._targets(calls[0])))
         return pieces, loss
+
+    def _with_labels(self, calls: Sequence[ForwardPass], pieces: list[_Piece]) -> list[_Piece]:
+        """The pieces for a loss that the model computes itself, from labels among its inputs."""
+        if any(call.whole is not None for call in calls):
+            pieces = [piece for call in calls for piece in self._pieces(call.with_labels())]
+        if pieces[0].part is not None:
+            own = "the model's loss is not made from its outputs alone, so an owner's rows have no losses of their own"
+            raise ValueError(f"{own}: return what it is made from, and pass criterion= to make_private")
+        return pieces
+
+    def _checked_pieces(self, call: ForwardPass) -> list[_Piece]:
+        """:meth:`_pieces`, with the checks of the batch."""
+        if call.outputs is None:
+            self.guard.add(self.guard.check_batch(call))
+        self.guard.check_rows(call)
+        pieces = self._pieces(call)
+        if self.run.ledger is not None:  # the first step has looked at once
+            self.guard.add(self.guard.check_inputs(call, self._targets(call)))
+        return pieces
 
     def _values_of_all(
         self, pieces: Sequence[_Piece], loss: IdentifiedLoss, mechanism: Mechanism, wanted: Wanted, measures: bool

@@ -13,23 +13,25 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchfil.engine.distributed.ranks import Ranks
-from torchfil.gate.policy import Policy
 from torchfil.utils.errors import require
 
+if TYPE_CHECKING:
+    from torchfil.gate.policy import Policy
 
-def surviving(what: str, work: Callable[..., Any]) -> Callable[..., None]:
+
+def surviving(what: str, work: Callable[..., object]) -> Callable[..., None]:
     """``work``, a function of the step and more, whose errors become warnings, one for each cause.
 
     Hours of training must not end with a dashboard or a disk. ``what`` says what then did not happen.
     """
-    warned = set[Any]()
+    warned = set[object]()
 
-    def call(step: int, *args: Any) -> None:
+    def call(step: int, *args: object) -> None:
         try:
             work(step, *args)
         except Exception as error:
@@ -61,7 +63,7 @@ class TimeShare:
         self.share, self.ranks = share, ranks
         self._start, self._spent, self._last = time.perf_counter(), 0.0, 0.0
 
-    def call(self, work: Callable[[], Any]) -> None:
+    def call(self, work: Callable[[], object]) -> None:
         """Work, if it is time (collective)."""
         start = time.perf_counter()
         late = self._spent + self._last - self.share * (start - self._start)
@@ -74,7 +76,7 @@ class TimeShare:
 
 
 def show_every(
-    engine: Any, show: Callable[[dict[str, str]], Any], delta: float | None, steps: int = 10, share: float = 0.01
+    engine: Any, show: Callable[[dict[str, str]], object], delta: float | None, steps: int = 10, share: float = 0.01
 ) -> Callable[[], None]:
     """Give ``show`` ε (with δ), the smallest MSE bound and their step, now and then (collective); returns a stop."""
     names = {"epsilon": ("ε", ".3g"), "smallest_mse_bound": ("smallest bound", ".3g"), "steps": ("at step", ".0f")}
@@ -105,7 +107,7 @@ class Watch(contextlib.ExitStack):
         super().__init__()
         try:
             folder = self.enter_context(tempfile.TemporaryDirectory(prefix="torchfil-watch-"))
-            self.path, self.url, self._shown = Path(path or f"{folder}/run.parquet"), None, list[Any]()
+            self.path, self.url, self._shown = Path(path or f"{folder}/run.parquet"), None, list[Callable[[], object]]()
             self._page = LivePage(self.path, policy, share=0.02)
             ranks = engine._training.run.ranks
             if server := LiveServer(self._page, port) if ranks is None or ranks.rank == 0 else None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from torchfil.fisher.mechanism import Mechanism
-from torchfil.fisher.operator import Jacobian
+from torchfil.fisher.operator import ClippedJacobian, Jacobian
 from torchfil.fisher.results import Estimate
 
 Quantity = Literal["trace", "diagonal", "matrix"]
@@ -146,7 +146,7 @@ Results = dict[Quantity, Estimate]
 EstimatorFunction = Callable[[Any, Mechanism, Sequence[Quantity], Draws], Results]
 
 
-def exact(jacobian: Any, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws) -> Results:
+def exact(jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws) -> Results:
     """All columns of J; no sampling."""
     perp, par = mechanism.weights(jacobian.clipped_norm)
     a = jacobian.clipped_norm_gradient()

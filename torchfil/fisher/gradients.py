@@ -100,7 +100,7 @@ class ExampleGradients:
 
     @classmethod
     def build(
-        cls, model: nn.Module, loss_fn: LossFunction, inputs: Inputs, targets: Any, private: Private | None = None
+        cls, model: nn.Module, loss_fn: LossFunction, inputs: Inputs, targets: object, private: Private | None = None
     ) -> ExampleGradients:
         """Check the model and the batch, and bind them together, with autocast as it is now.
 
@@ -210,7 +210,7 @@ class ExampleGradients:
     def gradients_and_losses(self) -> tuple[Tensor, Tensor]:
         """g of every example, [batch, p], and ℓ, [batch]."""
 
-        def one(z: Tensor, public: Any) -> Tensor:
+        def one(z: Tensor, public: object) -> Tensor:
             gradient, loss = self._grad_and_value(self.loss_of_one)(self.parameters, z, public)
             return torch.cat([flatten(gradient), loss.reshape(1).to(self.dtype)])
 
@@ -242,7 +242,7 @@ class ExampleGradients:
         """Jv of every example, [batch, p], for v of shape [batch, d]."""
         return self._map(self.jvp_of_one, ((v, 0),), (self.num_parameters,))
 
-    def jvp_of_one(self, z: Tensor, public: Any, v: Tensor) -> Tensor:
+    def jvp_of_one(self, z: Tensor, public: object, v: Tensor) -> Tensor:
         """Jv of one example, [p], for z and v of shape [d]; may be mapped over either."""
 
         def directional(parameters: dict[str, Tensor]) -> Tensor:
@@ -253,7 +253,7 @@ class ExampleGradients:
     def vjp(self, u: Tensor) -> Tensor:
         """Jᵀu of every example, [batch, d], for u of shape [p] (shared) or [batch, p]."""
 
-        def one(z: Tensor, public: Any, u: Tensor) -> Tensor:
+        def one(z: Tensor, public: object, u: Tensor) -> Tensor:
             direction = self.unflatten(u)
 
             def directional(z: Tensor) -> Tensor:
@@ -274,14 +274,14 @@ class ExampleGradients:
             columns = replace(self, examples=self.examples[rows]).jvp(basis.repeat(len(self), 1))
             return columns.unflatten(0, (len(self), len(basis))).mT
 
-        def one(z: Tensor, public: Any) -> Tensor:  # [p, columns]
+        def one(z: Tensor, public: object) -> Tensor:  # [p, columns]
             if self.facts.unmapped:
                 return torch.stack([self.jvp_of_one(z, public, e).detach() for e in basis], dim=1)
             return vmap(lambda e: self.jvp_of_one(z, public, e), out_dims=1)(basis)
 
         return self._map(one, (), (self.num_parameters, len(basis)))
 
-    def loss_of_one(self, parameters: dict[str, Tensor], z: Tensor, public: Any) -> Tensor:
+    def loss_of_one(self, parameters: dict[str, Tensor], z: Tensor, public: object) -> Tensor:
         """ℓ of one example as a function of the weights by name and z [d]; ``public`` is the rest of the example."""
         args, kwargs, target, offsets = self.examples.restore(z, public)
         batched = map_tensors(lambda leaf: leaf.unsqueeze(0), (args, kwargs, target))
@@ -371,7 +371,7 @@ class ExampleGradients:
 def _plain_grad_and_value(function: Callable[..., Tensor], argnum: int) -> Callable[..., tuple[Any, Tensor]]:
     """The gradient with respect to one argument, which can be differentiated again, and the value."""
 
-    def run(*args: Any) -> tuple[Any, Tensor]:
+    def run(*args: object) -> tuple[Any, Tensor]:
         given = map_tensors(lambda leaf: leaf if leaf.requires_grad else leaf.detach().requires_grad_(), args[argnum])
         leaves = tensors_of(given)
         with torch.enable_grad():

@@ -41,7 +41,7 @@ class _Draw:
     by_dropout: bool
 
     @classmethod
-    def of(cls, func: Any, args: Any, kwargs: Any) -> _Draw | None:
+    def of(cls, func: object, args: Any, kwargs: Any) -> _Draw | None:
         """How an operation draws; None if it draws in another way."""
         if func in _MASK_SECOND:
             return cls(float(args[1]), args[0].dtype, by_dropout=True)

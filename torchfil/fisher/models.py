@@ -49,7 +49,7 @@ _DROPOUTS = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def call_with(model: nn.Module, values: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
+def call_with(model: nn.Module, values: dict[str, Tensor], args: object, kwargs: Any) -> Any:
     """``model(*args, **kwargs)`` with these parameters and buffers by name, everywhere that the model holds them.
 
     If a module is used twice, torch's own function swaps its parameters twice and then cannot restore them
@@ -132,7 +132,7 @@ class _Globals(dict[str, Any]):
         return self.outside[name]
 
 
-def _followed(value: Any, copies: dict[int, Any]) -> Any:
+def _followed(value: object, copies: dict[int, Any]) -> Any:
     """The same value with the copies of the modules that it holds; itself if it holds none.
 
     A deep copy shares functions. So what functions, methods, partials and callable objects hold is followed; the copy's
@@ -151,7 +151,7 @@ def _followed(value: Any, copies: dict[int, Any]) -> Any:
     return copies[id(value)]
 
 
-def _parts_of(value: Any) -> tuple[Sequence[Any], Callable[..., Any]]:
+def _parts_of(value: object) -> tuple[Sequence[Any], Callable[..., Any]]:
     """What a value holds, and what makes the same value of other parts."""
     if isinstance(value, FunctionType):
         return _parts_of_function(value)
@@ -199,7 +199,7 @@ def _names_in(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names_in, inner))
 
 
-def turned(tree: Any) -> Any:
+def turned(tree: object) -> Any:
     """The same with the first two dimensions of each tensor exchanged; a tensor with one dimension stays as it is."""
     return map_tensors(lambda leaf: leaf.transpose(0, 1) if leaf.ndim > 1 else leaf, tree)
 
@@ -216,7 +216,7 @@ def with_examples_first(module: nn.Module) -> nn.Module:
     """
     kind = type(module)
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: object, **kwargs: object) -> Any:
         return kind.__call__(self, *turned(args), **turned(kwargs))
 
     alias: nn.Module = object.__new__(type(kind.__name__, (kind,), {"__call__": call}))
@@ -297,12 +297,12 @@ class _PlainCall:
     """Replaces the autograd function of checkpoints with ``use_reentrant=True``."""
 
     @staticmethod
-    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    def apply(function: Callable[..., object], preserve_rng_state: bool, *args: object) -> Any:
         warn_of_skipped_checkpoints()
         return function(*args)
 
 
-def _nothing_around(*args: Any, **kwargs: Any) -> Iterator[None]:
+def _nothing_around(*args: object, **kwargs: object) -> Iterator[None]:
     """Replaces what checkpoints with ``use_reentrant=False`` do before and after the function."""
     warn_of_skipped_checkpoints()
     yield
@@ -336,7 +336,7 @@ def with_second_derivatives(model: nn.Module) -> contextlib.AbstractContextManag
 class Replaced(TorchFunctionMode):
     """Inside, torch functions are computed by others, as a table says; if one returns None, by torch."""
 
-    def __init__(self, table: Mapping[Any, Callable[..., Any]]) -> None:
+    def __init__(self, table: Mapping[Any, Callable[..., object]]) -> None:
         super().__init__()
         self._table = table
 
@@ -473,7 +473,7 @@ def products_in(precision: str) -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def set_inside(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+def set_inside(variable: ContextVar[Any], value: object) -> Iterator[None]:
     """Inside, the variable has this value."""
     token = variable.set(value)
     try:
@@ -483,7 +483,7 @@ def set_inside(variable: ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def with_attributes(holder: Any, **values: Any) -> Iterator[None]:
+def with_attributes(holder: object, **values: object) -> Iterator[None]:
     """Inside, these attributes of an object or module have these values."""
     before = {name: getattr(holder, name) for name in values}
     try:

@@ -26,7 +26,9 @@ from torchfil.private import Examples, Inputs, Private, added_to_outputs
 _ROWS_AT_ONCE = 256
 
 
-def clipped_gradients(model: nn.Module, loss_fn: LossFunction, inputs: Inputs, targets: Any, **settings: Any) -> Tensor:
+def clipped_gradients(
+    model: nn.Module, loss_fn: LossFunction, inputs: Inputs, targets: object, **settings: Any
+) -> Tensor:
     """g̃ = ω g / c(‖g‖ / C′) of each example, [batch, p], for ω of ``clip_weights``, [batch] (None: 1).
 
     Settings: max_grad_norm, clip, private and clip_weights, as in :func:`torchfil.fisher.exact_fim`.
@@ -36,7 +38,7 @@ def clipped_gradients(model: nn.Module, loss_fn: LossFunction, inputs: Inputs, t
 
 
 def exact_jacobian(
-    model: nn.Module, loss_fn: LossFunction, inputs: Inputs, targets: Any, *, mode: str = "reverse", **settings: Any
+    model: nn.Module, loss_fn: LossFunction, inputs: Inputs, targets: object, *, mode: str = "reverse", **settings: Any
 ) -> Tensor:
     """J̃ = ∂g̃/∂z of each example, [batch, p, d]; by jacrev, or in mode "forward" by jacfwd, cheaper for p ≫ d.
 
@@ -49,7 +51,13 @@ def exact_jacobian(
 
 
 def exact_fim(
-    model: nn.Module, loss_fn: LossFunction, inputs: Inputs, targets: Any, *, noise_multiplier: float, **settings: Any
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Inputs,
+    targets: object,
+    *,
+    noise_multiplier: float,
+    **settings: Any,
 ) -> Tensor:
     """J̃ᵀJ̃ / (σC)² of each example, [batch, d, d]; other settings as in :func:`exact_jacobian`."""
     jacobian = exact_jacobian(model, loss_fn, inputs, targets, **settings)
@@ -96,7 +104,7 @@ def _clipped_gradient_functions(
     model: nn.Module,
     loss_fn: LossFunction,
     inputs: Inputs,
-    targets: Any,
+    targets: object,
     *,
     max_grad_norm: float,
     clip: str | ClipFunction = DEFAULT_CLIP,

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from torchfil._version import __version__
 from torchfil.gate.gate import in_words, outcome, public
 from torchfil.gate.rules import RULES, STATES, Verdict
+from torchfil.run.unit import Facts
 from torchfil.utils.text import marked, visible
 
 COLUMNS = ["rule", "what", "found", "limit"]
@@ -44,11 +44,11 @@ def in_short(verdicts: Sequence[Verdict]) -> str:
     return f"{end.word.upper() if end.code else end.word}: {said} ({rules})"
 
 
-def sarif(verdicts: Sequence[Verdict], policy: Path | None) -> dict[str, Any]:
+def sarif(verdicts: Sequence[Verdict], policy: Path | None) -> Facts:
     """A SARIF log with a result for each rule that is not kept, at its line of the policy; "open": not answered."""
     keys = list(dict.fromkeys(verdict.key for verdict in verdicts))
     rules = [{"id": key, "shortDescription": {"text": RULES[key].compared}} for key in keys]
-    results, uri = list[dict[str, Any]](), "policy.toml" if policy is None else quote(policy.as_posix())
+    results, uri = list[Facts](), "policy.toml" if policy is None else quote(policy.as_posix())
     for verdict, line in _located(verdicts, policy):
         level, kind = _SARIF[verdict.state]
         where = {"artifactLocation": {"uri": uri}, "region": {"startLine": line}}

@@ -135,7 +135,7 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
     return policy
 
 
-def parse_policy(values: Mapping[str, Any]) -> Policy:
+def parse_policy(values: Mapping[str, object]) -> Policy:
     """The policy with these values over those of the preset that it extends, its tables entry by entry.
 
     Raises:

@@ -32,7 +32,7 @@ from torchfil.run import baselines
 from torchfil.run.matching import EXPOSED, worsening
 from torchfil.run.saved_run import SavedRun, audited_epsilon, jumps_of
 from torchfil.run.statistics import disparity_of, group_levels, is_spared
-from torchfil.run.unit import Unit, counted, plural, unit_of
+from torchfil.run.unit import Facts, Unit, counted, plural, unit_of
 from torchfil.utils.text import nearest
 
 # the states of a verdict, the worst first, in the words of page, terminal and files
@@ -102,7 +102,7 @@ class Verdict:
         """How many examples break it."""
         return len(self.rows)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """For JSON: without the examples, of which the number is told."""
         names = ("rule", "level", "passed", "limit", "found", "offending", "detail", "source")
         told = {name: getattr(self, name) for name in names} | ({"offending": None} if self.hidden else {})
@@ -156,7 +156,7 @@ class RuleCheck:
         note = f"{remedy} and train again, or take the rule out of the policy."
         return replace(self.unknown("the model is not smooth", remedy), note=note)
 
-    def verdict(self, passed: bool, found: float, rows: Any, note: str = "", subject: str = "") -> Verdict:
+    def verdict(self, passed: bool, found: float, rows: np.ndarray, note: str = "", subject: str = "") -> Verdict:
         """Any other."""
         detail = self.run.unit.say(self.rule.compared) + f"; {note}" * bool(note)
         return Verdict(self.rule.key, passed, self.limit, found, rows, detail, subject or self.subject, note)
@@ -584,7 +584,7 @@ def _max_true_positive_rate(asked: RuleCheck) -> Iterable[Verdict]:
     return [asked.largest(by_name[asked.subject].rate(asked.policy.at_false_positive_rate), asked.told)]
 
 
-def audit_in_words(audit: dict[str, Any]) -> str:
+def audit_in_words(audit: Facts) -> str:
     """What a run claims and what its audit shows; above the claim, what that means.
 
     Example:

@@ -16,6 +16,7 @@ import torch
 
 from torchfil.engine import FILPrivacyEngine
 from torchfil.engine.reading import check_delta
+from torchfil.engine.saving.build import Kept
 from torchfil.engine.watching import surviving
 from torchfil.report.charts import TONES
 from torchfil.report.summary import FALSE_POSITIVE_RATE
@@ -44,7 +45,7 @@ def levels_of(run: SavedRun) -> dict[str, Levels]:
     for question in run.questions:  # of the measured ones, as on the page
         rates = np.where(baselines.status_of(run) < baselines.NOT_MEASURED, question.rate(FALSE_POSITIVE_RATE), 0.0)
         levels[_QUESTION + question.name] = Levels(np.searchsorted(RATES, rates), len(RATES) + 1)
-    low = np.asarray(run.columns.get("mse_bound_low", run.column("mse_bound")), dtype=np.float64)
+    low = run.lower_ends
     with np.errstate(divide="ignore"):
         places = np.searchsorted(EXPONENTS, np.log10(low, where=told, out=np.zeros(n)) - 1e-9)
     levels[_BOUNDS] = Levels(np.where(told, places, len(EXPONENTS) + 1), len(EXPONENTS) + 2, with_empty=False)
@@ -171,7 +172,7 @@ class LeakageLogger:
         check_delta(delta)
         self.writers = [_Surviving(writer) for writer in writers]
         self.delta, self.every, self.min_group, self.prefix = delta, every, min_group, prefix
-        self._series, self._kept = CountSeries(min_group), dict[str, Any]()
+        self._series, self._kept = CountSeries(min_group), Kept()
         self._engine: FILPrivacyEngine | None = None
         self._stop: Callable[[], None] = lambda: None
 
@@ -182,7 +183,8 @@ class LeakageLogger:
             engine: The run's engine; on all ranks, of which rank 0 logs.
             *writers: More of them.
         """
-        require(self._engine is None and not self._kept, "this logger belongs to a run already; make one for each run")
+        unused = self._engine is None and self._kept == Kept()
+        require(unused, "this logger belongs to a run already; make one for each run")
         self.writers += [_Surviving(writer) for writer in writers]
         require(bool(self.writers), "LeakageLogger has no writer; pass one, such as SummaryWriter()")
         steps = max(1, round(1 / engine._training.sample_rate)) if self.every is None else self.every
@@ -196,7 +198,7 @@ class LeakageLogger:
         if engine is None or engine.ledger is None:
             return
         step = engine.ledger.steps
-        run = engine._saved_run("LeakageLogger", self.delta, kept=self._kept, pictures=0)
+        run = engine._saved_run("LeakageLogger", self.delta, kept=self._kept, records=False)
         if run is None:
             return
         levels = levels_of(run)

@@ -19,7 +19,7 @@ Path = tuple[Any, ...]
 ROWS = "rows_of_owner"  # the input that says which of its owner's rows each row is, [batch, K]; −1: padding
 
 
-def as_given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def as_given(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
     """A call's inputs in the form of a batch; a dict by position and name if the call has both.
 
     Example:
@@ -70,7 +70,7 @@ def named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], model: nn.Mod
     return named
 
 
-def _parameter_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+def _parameter_names(forward: Callable[..., object]) -> tuple[str, ...]:
     try:
         parameters = list(inspect.signature(forward).parameters.values())[1:]
     except (TypeError, ValueError):  # not written in Python
@@ -88,14 +88,16 @@ def is_mask(name: str) -> bool:
     return "mask" in name.lower() or name.lower().endswith(("position_ids", "pos_ids"))
 
 
-def as_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any) -> tuple[tuple[Any, ...], Any, Any]:
+def as_rows(
+    args: tuple[object, ...], kwargs: Mapping[str, object], targets: object
+) -> tuple[tuple[Any, ...], Any, Any]:
     """The rows of all owners one after the other: tensors [batch · K, …] instead of [batch, K, …], without ``ROWS``."""
     others = {key: value for key, value in kwargs.items() if key != ROWS}
     flat: tuple[tuple[Any, ...], Any, Any] = map_tensors(lambda leaf: leaf.flatten(0, 1), (args, others, targets))
     return flat
 
 
-def first_example(tree: Any) -> Any:
+def first_example(tree: object) -> Any:
     """Copies of the first rows of all tensors, in new memory; rows of zeros for an empty batch."""
     return map_tensors(lambda leaf: leaf[:1].clone() if len(leaf) else leaf.new_zeros((1, *leaf.shape[1:])), tree)
 

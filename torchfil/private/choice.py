@@ -115,7 +115,7 @@ def floating_inputs(named: Mapping[Key, Input]) -> list[Key]:
     return [key for key, given in tensors if given.value.is_floating_point() and not is_mask(given.name)]
 
 
-def private_inputs(named: Mapping[Key, Input], targets: Any, private: Private) -> list[Key]:
+def private_inputs(named: Mapping[Key, Input], targets: object, private: Private) -> list[Key]:
     """The private ones among all inputs, checked, as are private targets."""
     if private.target:
         remedy = "Use class probabilities (a one-hot tensor) as targets, or leave the target public."
@@ -131,14 +131,14 @@ def private_inputs(named: Mapping[Key, Input], targets: Any, private: Private) -
     return wanted
 
 
-def _check_floating(value: Any, what: str, remedy: str) -> None:
+def _check_floating(value: object, what: str, remedy: str) -> None:
     """Raise unless a private input or target is a floating-point tensor."""
     if not (isinstance(value, Tensor) and value.is_floating_point()):
         kind = f"dtype {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"{what} has {kind}; Fisher information needs floating-point values. {remedy}")
 
 
-def for_names(chosen: Any, keys: Sequence[Key]) -> Any:
+def for_names(chosen: object, keys: Sequence[Key]) -> Any:
     """A choice for the private tensor with one of these names, the most specific one first: one for all, or by name."""
     if not isinstance(chosen, Mapping):
         return chosen
@@ -189,7 +189,7 @@ class OwnPositions:
         name = repr(self.source) if isinstance(self.source, str) else f"input {self.source}"
         return f"positions masked by {name}" if self.padding is None else f"positions where {name} is {self.padding}"
 
-    def mask(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int, *, batched: bool) -> Tensor:
+    def mask(self, args: tuple[object, ...], kwargs: Mapping[str, object], length: int, *, batched: bool) -> Tensor:
         """True at own positions: [batch, T], or [T] for a single example; more dimensions if tokens have more.
 
         Args:

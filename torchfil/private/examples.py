@@ -333,7 +333,7 @@ class Examples:
 
     @classmethod
     def build(
-        cls, inputs: Inputs, targets: Any, private: Private | None = None, *, model: nn.Module | None = None
+        cls, inputs: Inputs, targets: object, private: Private | None = None, *, model: nn.Module | None = None
     ) -> Examples:
         """Check a batch and lay out its private coordinates.
 
@@ -536,7 +536,7 @@ def as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(inputs), {}
 
 
-def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
+def num_examples(args: object, kwargs: object, targets: object) -> int:
     """The number of examples in a batch, checked to be the same in all its tensors."""
     leaves = tensors_of((args, kwargs))
     require(bool(leaves), "inputs hold no tensor")
@@ -549,7 +549,7 @@ def num_examples(args: Any, kwargs: Any, targets: Any) -> int:
 
 
 def _slots_of_tensors(
-    chosen: Sequence[Key], named: Mapping[Key, Input], targets: Any, private: Private, *, limited: bool
+    chosen: Sequence[Key], named: Mapping[Key, Input], targets: object, private: Private, *, limited: bool
 ) -> Iterator[_Slot]:
     """The private inputs, and the target if it is private.
 
@@ -557,7 +557,8 @@ def _slots_of_tensors(
     ``max_length`` is about them.
     """
     of_targets = named_inputs((), {"target": targets})
-    places = {key: Input((2, *path[2:]), value) for key, (path, value, _) in of_targets.items()} | named
+    places = {key: Input((2, *path[2:]), value) for key, (path, value, _) in of_targets.items()}
+    places.update(named)
     for keys in same_tensors([*chosen, "target"] if private.target else chosen, places, private.same):
         path, value, _ = places[keys[0]]
         copies = tuple((key, places[key].path) for key in keys[1:])

@@ -174,7 +174,7 @@ def _uses_values(module: nn.Module, inputs: tuple[Any, ...], more: Mapping[str, 
     return torch.equal(others, tokens) or not torch.equal(module.forward(others, *inputs[1:], **more), output)
 
 
-def _is_range(value: Any) -> bool:
+def _is_range(value: object) -> bool:
     """Whether these are numbers that count up one by one."""
     return isinstance(value, Tensor) and value.numel() > 1 and bool((value.flatten().diff() == 1).all())
 
@@ -188,7 +188,7 @@ def added_to_outputs(model: nn.Module, offsets: Offsets) -> Iterator[None]:
     """
     calls = dict.fromkeys(offsets, 0)
 
-    def add(name: str, _module: nn.Module, _inputs: Any, _more: Any, output: Tensor) -> Tensor:
+    def add(name: str, _module: nn.Module, _inputs: object, _more: object, output: Tensor) -> Tensor:
         calls[name] += 1
         if calls[name] > len(offsets[name]):  # refused below
             return output
@@ -203,7 +203,7 @@ def added_to_outputs(model: nn.Module, offsets: Offsets) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hooks(model: nn.Module, names: Iterable[str], hook: Callable[..., Any]) -> Iterator[None]:
+def _hooks(model: nn.Module, names: Iterable[str], hook: Callable[..., object]) -> Iterator[None]:
     """Inside, ``hook(name, module, args, kwargs, output)`` follows each call of these submodules."""
     with contextlib.ExitStack() as stack:
         for name in names:
@@ -224,13 +224,13 @@ def _fitting(name: str, offset: Tensor, output: Tensor) -> Tensor:
     raise ValueError(f"submodule {name!r} returned {shapes}; a private output must have one shape for all examples")
 
 
-def _inputs_by_storage(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sources:
+def _inputs_by_storage(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Sources:
     """Inputs by their place in memory: a view of an input counts as that input."""
     named = named_inputs(args, kwargs, model)
     return {_storage_of(given.value): (key, given) for key, given in named.items() if isinstance(given.value, Tensor)}
 
 
-def _storage_of(value: Any) -> int:
+def _storage_of(value: object) -> int:
     """The address of a tensor's memory; 0 for anything else."""
     return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else 0
 

@@ -18,7 +18,6 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from markupsafe import Markup
 
@@ -29,7 +28,7 @@ from torchfil.report import formats
 from torchfil.report.summary import Report, named_level, summarise
 from torchfil.run.baselines import CLASSES
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.unit import unit_of
+from torchfil.run.unit import Facts, unit_of
 from torchfil.utils.errors import installed_by, require
 from torchfil.utils.text import json_ready, marked, visible
 
@@ -56,8 +55,8 @@ class Card:
     """
 
     section: str
-    metadata: dict[str, Any]
-    bom: dict[str, Any]
+    metadata: Facts
+    bom: Facts
 
 
 def card_of(run: SavedRun, *, min_group: int = 10, policy: Policy | None = None) -> Card:
@@ -76,27 +75,17 @@ def card_of(run: SavedRun, *, min_group: int = 10, policy: Policy | None = None)
     Raises:
         NotReleasedError: The policy's decision is another than "May be released".
     """
-    verdicts, kept = ([] if policy is None else check(run, policy)), list[str]()
-    if policy is not None:
-        old = "the policy’s max_worsening needs an earlier run, which a card has not; take the rule out of its policy"
-        require("max_worsening" not in {verdict.key for verdict in verdicts}, old)
-        kept = [verdict.key for verdict in verdicts if verdict.level == "error"]  # others may be broken
-        require(any(key in LIMITS for key in kept), "the policy has no limit of its own at the level error; set one")
-    if (word := decision(verdicts)) != "May be released":
-        why = f"the policy’s decision is “{word}”, which may hang on a single example and stays out of public cards"
-        raise NotReleasedError(f"{why}; leave the policy out for a card without a decision")
+    limits = {} if policy is None else _limits_kept(run, policy)
 
     # facts first, which all documents share
     report = Report(summarise(run, redacted=True, min_group=min_group), None, {}, {})
-    numbers, points = list[dict[str, Any]](), list[tuple[str, str]]()
+    numbers, points = list[Facts](), list[tuple[str, str]]()
     context = {"report": report, "summary": report.summary, "numbers": numbers, "points": points, "policy": policy}
-    settings = [name for name in Policy.__struct_fields__ if name not in RULES and name not in _NO_LIMITS]
-    chosen = [name for name in settings if policy and getattr(policy, name) != getattr(Policy(), name)]
-    context |= {"limits": {key: getattr(policy, key) for key in (*kept, *chosen)}, "classes": CLASSES}
+    context |= {"limits": limits, "classes": CLASSES}
     context |= {"unit": unit_of(report.about("mechanism") or {}), "title": _line(report.about("title") or "model")}
     context |= {"warned": large_delta(report.about("delta"), len(run)), "level": named_level, "root": math.sqrt}
 
-    def number(value: Any, low: float | None = None, high: float | None = None, **words: str) -> None:
+    def number(value: object, low: float | None = None, high: float | None = None, **words: str) -> None:
         known = {name: end for name, end in (("lower", low), ("upper", high)) if end is not None and math.isfinite(end)}
         if value is not None and value == value:
             told = {"value": json_ready(value, for_people=True), "ends": known}
@@ -112,11 +101,26 @@ def card_of(run: SavedRun, *, min_group: int = 10, policy: Policy | None = None)
     return Card(f"{BEGIN}\n{section}\n{END}", documents["metadata"], documents["bom"])
 
 
+def _limits_kept(run: SavedRun, policy: Policy) -> dict[str, object]:
+    """The limits of a policy that a run keeps, at the level "error", and the settings that they are read with."""
+    verdicts = check(run, policy)
+    old = "the policy’s max_worsening needs an earlier run, which a card has not; take the rule out of its policy"
+    require("max_worsening" not in {verdict.key for verdict in verdicts}, old)
+    kept = [verdict.key for verdict in verdicts if verdict.level == "error"]  # others may be broken
+    require(any(key in LIMITS for key in kept), "the policy has no limit of its own at the level error; set one")
+    if (word := decision(verdicts)) != "May be released":
+        why = f"the policy’s decision is “{word}”, which may hang on a single example and stays out of public cards"
+        raise NotReleasedError(f"{why}; leave the policy out for a card without a decision")
+    settings = [name for name in Policy.__struct_fields__ if name not in RULES and name not in _NO_LIMITS]
+    chosen = [name for name in settings if getattr(policy, name) != getattr(Policy(), name)]
+    return {key: getattr(policy, key) for key in (*kept, *chosen)}
+
+
 def _line(text: str) -> str:
     return visible(re.sub(r"\s+", " ", text))
 
 
-def _rendered(name: str, shown: Callable[[str], str], context: dict[str, Any]) -> str:
+def _rendered(name: str, shown: Callable[[str], str], context: dict[str, object]) -> str:
     """A template; values that are texts, and no markup of its own, go through ``shown``."""
     env = formats.templates().overlay(finalize=lambda v: shown(v) if type(v) is str else "" if v is None else v)
     return env.get_template(name).render(context)
@@ -149,7 +153,7 @@ def merged(text: str, card: Card) -> str:
     return (opening or rule) + _front_matter(front, card.metadata, line_end) + (closing or rule) + body
 
 
-def _front_matter(text: str, metadata: dict[str, Any], line_end: str) -> str:
+def _front_matter(text: str, metadata: Facts, line_end: str) -> str:
     """The front matter with tags and results of both; a result of torchfil in the index is replaced."""
     with installed_by("card", "metadata of a model card need PyYAML"):
         import yaml

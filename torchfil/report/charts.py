@@ -37,10 +37,6 @@ def charts_of(report: Report, answers: list[svg.Row]) -> dict[str, Markup]:
         mark = None if summary.blind is None else (summary.blind**2, f"blind guess, {number(summary.blind**2)}")
         axis = "bound on the mean squared error per input (MSE)"
         charts["mse_bounds"] = svg.histogram(bins, what=many, axis=axis, mark=mark)
-    if bins := summary.epsilon_histogram:
-        epsilon = report.about("epsilon")
-        mark = None if epsilon is None else (float(epsilon), f"ε for everybody, {number(epsilon)}")
-        charts["individual_epsilon"] = svg.histogram(bins, what=many, axis="individual ε", log=False, mark=mark)
     if answers:
         charts["questions"] = svg.intervals(answers, axis="answered correctly", shares=True)
     for place, grouping in enumerate(summary.groupings, start=1):

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from torchfil.report.groups import joined, split_beside
 from torchfil.report.summary import class_counts
 from torchfil.run import baselines
 from torchfil.run.baselines import BELOW, CLASSES, UNTOLD
-from torchfil.run.matching import check_alike, clearly_moved, lower_ends, matched, numbers, setting
+from torchfil.run.matching import check_alike, clearly_moved, matched, setting
 from torchfil.run.saved_run import SavedRun, jumps_of
 from torchfil.run.statistics import geometric_mean, levels_of, published_count, rounded, rounded_count
 from torchfil.run.unit import Unit
@@ -141,7 +140,7 @@ class Comparison:
     before: Side
     after: Side
     matched: int
-    settings: list[tuple[str, Any, Any]]
+    settings: list[tuple[str, object, object]]
     ratio: dict[str, float]
     expected: float | None
     exact: bool
@@ -205,7 +204,7 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
         codes, counts = np.unique(len(CLASSES) * found[0] + found[1], return_counts=True)
         moves_by_class = zip(codes.tolist(), counts.tolist(), strict=True)
         moved = {divmod(code, len(CLASSES)): published_count(some, smallest) for code, some in moves_by_class}
-    bounds = numbers(before, "mse_bound"), numbers(after, "mse_bound")
+    bounds = before.column("mse_bound"), after.column("mse_bound")
     moves = Moves(np.asarray(before.ids), *bounds, clearly_moved(before, after), newly)
     models = zip(("first", "second"), map(jumps_of, (before.about, after.about)), strict=True)
     no_bound = "run’s model is not smooth, so its error bounds are no guarantees"
@@ -257,13 +256,13 @@ def _count(which: np.ndarray | None, smallest: int) -> int | str | None:
 
 
 def _side(run: SavedRun, examples: int, classes: np.ndarray | None, smallest: int) -> Side:
-    low_end = levels_of(lower_ends(run), smallest, levels=(0.0,), power=2).get("0")
+    low_end = levels_of(run.lower_ends, smallest, levels=(0.0,), power=2).get("0")
     return Side(
         title=str(run.about.get("title") or "a saved run"),
         examples=examples,
         alone=published_count(examples - len(run), smallest),
-        fil=rounded(geometric_mean(numbers(run, "fil"), smallest), smallest),
-        bound=levels_of(numbers(run, "mse_bound"), smallest, levels=(0.0, 0.5), power=2),
+        fil=rounded(geometric_mean(run.column("fil"), smallest), smallest),
+        bound=levels_of(run.column("mse_bound"), smallest, levels=(0.0, 0.5), power=2),
         low_end=low_end if "mse_bound_low" in run.columns else None,
         classes=class_counts(run, classes, smallest),
         exposed=None if classes is None else _count(classes <= BELOW, smallest),
@@ -311,7 +310,7 @@ def _questions(before: SavedRun, after: SavedRun, smallest: int, notes: list[str
 def _groups(before: SavedRun, after: SavedRun, smallest: int, notes: list[str]) -> dict[str, list[Pair]]:
     """Each grouping that both runs have alike, beside those before it."""
     groups: dict[str, list[Pair]] = {}
-    both, cells = (numbers(before, "fil"), numbers(after, "fil")), None
+    both, cells = (before.column("fil"), after.column("fil")), None
     for name in (name for name in before.groups if name in after.groups):
         labels = np.asarray(before.groups[name])
         if not np.array_equal(labels, np.asarray(after.groups[name])):
@@ -335,11 +334,11 @@ def in_short(comparison: Comparison) -> list[str]:
     return lines_of("in_short.html", comparison=comparison, untold=UNTOLD)
 
 
-def changes(comparison: Comparison) -> list[tuple[str, Any, Any]]:
+def changes(comparison: Comparison) -> list[tuple[str, object, object]]:
     """The table of both runs: what, before, after."""
     before, after = comparison.before, comparison.after
     least = f"the {comparison.smallest} smallest MSE bounds together" if comparison.redacted else "smallest MSE bound"
-    rows: list[tuple[str, Any, Any]] = [
+    rows: list[tuple[str, object, object]] = [
         ("typical FIL η̄ (geometric mean)", before.fil, after.fil),
         ("median MSE bound", before.bound.get("0.5"), after.bound.get("0.5")),
         (least, before.bound.get("0"), after.bound.get("0")),

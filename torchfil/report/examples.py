@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from torchfil.run import baselines
 from torchfil.run.baselines import NOT_MEASURED, UNTOLD, status_of
 from torchfil.run.saved_run import BLANK_WHERE_UNKNOWN, SavedRun
 from torchfil.run.statistics import is_spared
+from torchfil.run.unit import Facts
 from torchfil.utils.tables import as_texts
 
 MOST = 10
@@ -62,8 +62,7 @@ class Measures:
         assert report.run is not None
         self.report, self.run, self.policy, self.ratios = report, report.run, report.policy, report.ratios
         self.told = baselines.is_told(self.run)
-        low = "mse_bound_low" if "mse_bound_low" in self.run.columns else "mse_bound"
-        self.bounds = np.asarray(self.run.column(low), dtype=np.float64)
+        self.bounds = self.run.lower_ends
         self.success = {question.name: question.success() for question in self.run.questions}
 
     @cached_property
@@ -231,7 +230,7 @@ class Table:
         left_out: The attributes that would have made the page too large.
     """
 
-    data: dict[str, Any]
+    data: Facts
     filters: dict[str, str]
     rows: int
     examples: int
@@ -302,9 +301,9 @@ def _marks(exposure: Measures) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     return marks, filters
 
 
-def _columns(exposure: Measures, run: SavedRun, places: np.ndarray, unknown: np.ndarray) -> list[dict[str, Any]]:
+def _columns(exposure: Measures, run: SavedRun, places: np.ndarray, unknown: np.ndarray) -> list[Facts]:
     """Those that the run has; a column that says the same of everybody is left out, but for what a table needs."""
-    entries = list[dict[str, Any]]()
+    entries = list[Facts]()
 
     def add(column: TableColumn, values: np.ndarray) -> None:
         numbers = {"whole": values.dtype.kind in "biu", "values": _json_numbers(values, 4)}
@@ -328,7 +327,7 @@ def _columns(exposure: Measures, run: SavedRun, places: np.ndarray, unknown: np.
     return entries
 
 
-def _attributes(run: SavedRun, unknown: np.ndarray, report: Report) -> tuple[list[dict[str, Any]], list[str]]:
+def _attributes(run: SavedRun, unknown: np.ndarray, report: Report) -> tuple[list[Facts], list[str]]:
     """The first attributes that fit, infinite where beyond a blind guess's error, and the names of the others."""
     if run.attributes is None:
         return [], []

@@ -92,7 +92,7 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A setting of a run, whatever it is.
 
     Example:
@@ -111,7 +111,7 @@ def templates() -> Environment:
     """Templates that escape every value, show what acts instead of being seen, and stop at what they do not know."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    def safe(value: Any) -> Any:
+    def safe(value: object) -> object:
         if value is None:
             return ""
         return visible(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
@@ -123,7 +123,7 @@ def templates() -> Environment:
     return environment
 
 
-def lines_of(name: str, **context: Any) -> list[str]:
+def lines_of(name: str, **context: object) -> list[str]:
     """The lines of a template of plain text; no value makes a line of its own."""
     told = templates().overlay(autoescape=False, finalize=lambda v: visible(v) if isinstance(v, str) else v)
     return [line for line in told.get_template(name).render(context).split("\n") if line.strip()]

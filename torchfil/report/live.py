@@ -45,7 +45,7 @@ class LivePage:
     def __init__(self, path: Path, policy: Policy | None = None, share: float = 0.2) -> None:
         self.path, self.policy, self.share = path, policy, share
         self._lock, self._free_at, self._page = threading.Lock(), 0.0, render_waiting(path.name)
-        self._file: Any = None  # which one was drawn
+        self._file: tuple[int, int, int] | None = None  # which one was drawn
         self._problem = ""
 
     def html(self) -> str:
@@ -88,7 +88,7 @@ class LiveServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = os.name == "posix"  # elsewhere another program could take the port over
 
     def __init__(self, page: LivePage, port: int = 0) -> None:
-        self._ends = dict[Any, Any]()  # by open connection
+        self._ends = dict[object, threading.Timer]()  # by open connection
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -101,7 +101,7 @@ class LiveServer(socketserver.ThreadingTCPServer):
         """Serve in a thread that ends with the process."""
         threading.Thread(target=self.serve_forever, args=(0.1,), name="torchfil-watch", daemon=True).start()
 
-    def verify_request(self, request: Any, client_address: Any) -> bool:
+    def verify_request(self, request: Any, client_address: object) -> bool:
         """Whether there is room; what exceeds it is closed before it gets a thread."""
         if room := len(self._ends) < _MOST:  # a timeout would be put off by a byte now and then
             self._ends[request] = end = threading.Timer(_SECONDS, request.shutdown, [socket.SHUT_RDWR])
@@ -115,7 +115,7 @@ class LiveServer(socketserver.ThreadingTCPServer):
             self._ends.pop(request).cancel()
         super().shutdown_request(request)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: Any, client_address: object) -> None:
         """Nothing: readers close their windows."""
 
 
@@ -160,5 +160,5 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(*line.split(": ", 1))
         super().end_headers()
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Nothing: the address is secret."""

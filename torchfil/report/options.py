@@ -81,23 +81,32 @@ def options_of(run: SavedRun, policy: Policy, verdicts: list[Verdict]) -> Option
     if any(verdict.key == _AUDITED and verdict.tells for verdict in broken):  # predictions rest on what may be wrong
         return Options(others=[RULES[_AUDITED].advice])
 
-    # the least noise for each rule that must hold: those that stop a release, and those that hold now
+    # those that stop a release, and those that hold now
     stop = [verdict for verdict in broken if verdict.level == "error"] or broken
-    least: dict[str, float | None] = dict.fromkeys(verdict.key for verdict in stop)
-    sigma = _sigma(run)
-    if sigma and is_told(run).any():
-        held = [verdict.key for verdict in verdicts if verdict.passed and verdict.key != _WORSENING]
-        least = {key: _least_noise(run, policy, key, sigma) for key in (*least, *held)}
+    held = [verdict for verdict in verdicts if verdict.passed and verdict.key != _WORSENING]
+    least = _least_noises(run, policy, stop, held)
     noises = [noise for noise in least.values() if noise is not None]
     lost = [verdict for verdict in verdicts if verdict.key in least and least[verdict.key] is None]
     others = list(dict.fromkeys(RULES[verdict.key].remedy(verdict) for verdict in lost))
-    if len(noises) < len(least):
+    if lost:
         return Options(None, "No noise alone is known to keep every rule.", others)
-    noise, warns = max(noises), len(broken) - len(stop)
-    still = f", with {counted(warns, 'warning')}" if warns else ""
+    return Options(max(noises), _in_words(run, max(noises), len(broken) - len(stop)), others)
+
+
+def _in_words(run: SavedRun, noise: float, warnings: int) -> str:
     keeps = "keeps" if run.about.get("kind") == "linear" else "is predicted to keep"
-    change = f"Noise σ = {noise:g} {keeps} every rule{still}; its cost: {_cost(run, noise)}."
-    return Options(noise, change, others)
+    still = f", with {counted(warnings, 'warning')}" if warnings else ""
+    return f"Noise σ = {noise:g} {keeps} every rule{still}; its cost: {_cost(run, noise)}."
+
+
+def _least_noises(
+    run: SavedRun, policy: Policy, stop: Sequence[Verdict], held: Sequence[Verdict]
+) -> dict[str, float | None]:
+    """The least noise for each rule that must hold; None: none that was tried, or nothing can be predicted."""
+    sigma = _sigma(run)
+    if not sigma or not is_told(run).any():
+        return dict.fromkeys(verdict.key for verdict in stop)
+    return {key: _least_noise(run, policy, key, sigma) for key in dict.fromkeys(each.key for each in (*stop, *held))}
 
 
 def _least_noise(run: SavedRun, policy: Policy, key: str, sigma: float) -> float | None:
@@ -204,7 +213,7 @@ def epsilon_of(run: SavedRun, sigmas: Sequence[float]) -> float:
 
     See :func:`torchfil.run.composed.rdp_of`.
     """
-    return epsilon_at(sum(rdp_of(run, sigma) for sigma in sigmas), run.about["delta"])
+    return epsilon_at(np.sum([rdp_of(run, sigma) for sigma in sigmas], axis=0), run.about["delta"])
 
 
 def _cost(run: SavedRun, sigma: float) -> str:

@@ -15,11 +15,11 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from markupsafe import Markup
@@ -39,6 +39,9 @@ from torchfil.run.unit import unit_of
 from torchfil.utils.errors import RunFileError, require
 from torchfil.utils.files import explain_disk_full, file_sha256, flush, temporary_beside
 from torchfil.utils.text import json_ready, write_csv_parts
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 MOST_MOVED = 10
 
@@ -75,7 +78,7 @@ def ruling_of(verdicts: list[Verdict], policy: Policy) -> Ruling:
     return Ruling(decision(verdicts), policy.name or "the policy", policy.declared, rows)
 
 
-def context_of(report: Report, live: float | None = None) -> dict[str, Any]:
+def context_of(report: Report, live: float | None = None) -> dict[str, object]:
     """Everything that the templates of a page can see, by name.
 
     A public page has aggregates and what is made from them alone:
@@ -132,14 +135,12 @@ class Section:
         slug: Its address in the page.
         title: Its heading.
         confidential: Whether a public page leaves it out.
-        render: Its content; None: the template of its slug.
         place: "card" on the first screens, "half" beside its neighbour there, or "fold" below.
     """
 
     slug: str
     title: str
     confidential: bool = False
-    render: Callable[[Report], Markup | None] | None = None
     place: str = "fold"
 
 
@@ -169,26 +170,6 @@ _SECTIONS = [
 ]
 
 
-def register_section(
-    slug: str, title: str, render: Callable[[Report], Markup | None], *, before: str = "decision"
-) -> None:
-    """Add a section to every report written from now on.
-
-    Args:
-        slug: Its address in the page, unique.
-        title: Its heading.
-        render: From the report's material to HTML (``markupsafe.Markup``: what is not is escaped); None leaves the
-            section out. In a redacted report ``report.run`` is None.
-        before: The slug of the section it stands before.
-    """
-    slugs = [section.slug for section in _SECTIONS]
-    require(slug not in slugs, f"slug={slug!r} is taken by a section; take another of your own")
-    require(before in slugs, f"before={before!r} is no section; choose from {', '.join(slugs)}")
-    place = _SECTIONS[slugs.index(before)].place
-    section = Section(slug, title, render=render, place="fold" if place == "fold" else "card")
-    _SECTIONS.insert(slugs.index(before), section)
-
-
 def render(report: Report, live: float | None = None) -> str:
     """The whole page; of a page that follows a run, the first screens.
 
@@ -202,8 +183,8 @@ def render(report: Report, live: float | None = None) -> str:
     # sections with nothing to say are left out
     shown = [section for section in _SECTIONS if not (public and section.confidential)]
     shown = [section for section in shown if not (live and section.place == "fold")]
-    contents = [block(each.slug, context) if each.render is None else each.render(report) for each in shown]
-    sections = [(section, content) for section, content in zip(shown, contents, strict=True) if content]
+    contents = [(section, block(section.slug, context)) for section in shown]
+    sections = [(section, content) for section, content in contents if content]
     title, script = str(report.about("title") or "Leakage report"), Markup(asset("live.js" if live else "page.js"))
     page = {**context, "sections": sections, "title": title, "script": script}
     return _environment().get_template("page.html").render(page | _dress(public))
@@ -224,7 +205,7 @@ def render_comparison(comparison: Comparison) -> str:
         * Redacted, it holds no id and no number of fewer than ``smallest`` examples.
     """
     one, other, moves = comparison.before.title, comparison.after.title, comparison.moves
-    context: dict[str, Any] = {
+    context: dict[str, object] = {
         "comparison": comparison,
         "title": f"{one} → {other}" if one != other else f"{one}, before and after",
         "script": "",
@@ -245,7 +226,7 @@ def render_comparison(comparison: Comparison) -> str:
     return _environment().get_template("compared.html").render(context | _dress(comparison.redacted)).lstrip()
 
 
-def block(name: str, context: Mapping[str, Any]) -> Markup:
+def block(name: str, context: Mapping[str, object]) -> Markup:
     """A block of the page from its template, its lines joined."""
     text = _environment().get_template(f"{name}.html").render(context)
     return Markup(re.sub(r"\s*\n\s*", " ", text).strip())
@@ -268,7 +249,7 @@ def _dress(redacted: bool) -> dict[str, object]:
 
 
 @functools.cache
-def _environment() -> Any:
+def _environment() -> Environment:
     """The templates with all that pages are made from."""
     environment = formats.templates()
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
@@ -342,8 +323,8 @@ def write_report(
             files["leakage.csv"] = f"every {run.unit.one}"
             shown["leakage.csv"] = file_sha256(folder / "leakage.csv")
 
-        report = replace(report, summary=summary, files=files, digests=shown, signature=signature)
-        files[SUMMARY], verdict = "the aggregates", dict[str, Any]()
+        report = replace(report, files=files, digests=shown, signature=signature)
+        files[SUMMARY], verdict = "the aggregates", dict[str, object]()
         if verdicts is not None and policy is not None:
             rules = [each.as_dict() for each in verdicts]
             verdict = {"policy": policy.name, "decision": decision(verdicts), "verdict": rules}

@@ -16,6 +16,8 @@ from torchfil.report.signature import Signature
 from torchfil.run import baselines
 from torchfil.run import statistics as stats
 from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun, audited_epsilon, jumps_of, value_at
+from torchfil.run.unit import Facts
+from torchfil.utils.errors import require
 
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
 FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
@@ -142,7 +144,7 @@ class Summary:
 
     redacted: bool
     smallest: int
-    about: dict[str, Any]
+    about: Facts
     examples: int
     not_measured: int | str
     lower_bounds: int | str
@@ -152,11 +154,10 @@ class Summary:
     exposed: int | str | None
     exposure: list[ExposureLevel]
     lowest_end: float | None
-    bounds: dict[str, Any]
+    bounds: Facts
     mse_histogram: stats.Histogram | None
     ratio_histogram: stats.Histogram | None
     epsilon: dict[str, float]
-    epsilon_histogram: stats.Histogram | None
     attributes: list[AttributeSummary]
     groupings: list[Grouping]
     attacks: list[AttackSummary]
@@ -190,27 +191,20 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, pol
     A redacted summary also drops the hash of the data and the probes' seed: who knows all other examples could try
     values of the last until the hash fits, and repeat every probe. What ``policy`` states of a blind guess counts.
     """
-    if min_group < 2:
-        raise ValueError(f"min_group={min_group} must be at least 2: a group of one is an example")
+    require(min_group >= 2, f"min_group={min_group} must be at least 2: a group of one is an example")
     smallest = min_group if redacted else 1
     status = baselines.status_of(run)
     measured = status != baselines.NOT_MEASURED
-    fil, bound = (np.asarray(run.column(name), dtype=np.float64)[measured] for name in ("fil", "mse_bound"))
+    fil, bound = (run.column(name)[measured] for name in ("fil", "mse_bound"))
     low = run.columns.get("mse_bound_low")
     low = None if low is None else np.asarray(low, dtype=np.float64)[measured]
     stated = None if policy is None else policy.blind_error
     ratios = baselines.error_ratios(run, stated)
 
     # what the data's own spread says of a blind guess is private; beside it stand counts alone
-    from_data = stated is None and run.baselines is not None
-    blind = None if redacted and from_data else baselines.typical_blind_error(run, stated)
+    spread = run.baselines if stated is None else None
+    blind = None if redacted and spread is not None else baselines.typical_blind_error(run, stated)
     lowest_end = _lowest_end(low, smallest)
-
-    # rounding must not lift an example's own ε above ε for everybody
-    epsilon = np.asarray(run.columns.get("epsilon", np.zeros(0)), dtype=np.float64)
-    epsilon = epsilon[np.isfinite(epsilon)]
-    limit: float | None = run.about.get("epsilon")
-    limit = float(limit) if limit is not None and len(epsilon) and epsilon.max() <= limit * (1 + 1e-9) else None
 
     return Summary(
         redacted=redacted,
@@ -220,7 +214,7 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, pol
         not_measured=stats.published_count(int((~measured).sum()), smallest),
         lower_bounds=stats.published_count(int((status == baselines.LOWER_BOUND).sum()), smallest),
         blind=blind,
-        knows=None if blind is None or not from_data or run.baselines is None else run.baselines.knows,
+        knows=None if blind is None or spread is None else spread.knows,
         classes=class_counts(run, None if ratios is None else baselines.classes_of_ratios(ratios), smallest),
         exposed=None if ratios is None else stats.published_count(int((ratios < 1).sum()), smallest),
         exposure=_exposure(fil, bound, low, lowest_end, blind, smallest),
@@ -228,11 +222,7 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, pol
         bounds={name: run.bounds[name] for name in ("rdp_mse_bound", "rero") if name in run.bounds},
         mse_histogram=stats.histogram(bound, smallest, fineness=8 if redacted else 12, origin=blind and blind**2),
         ratio_histogram=None if ratios is None or redacted else _ratio_histogram(ratios),
-        epsilon={
-            level: value if limit is None else min(value, limit)
-            for level, value in stats.levels_of(-epsilon, smallest, sign=-1).items()
-        },
-        epsilon_histogram=stats.histogram(epsilon, smallest, log=False, fineness=6, origin=limit),
+        epsilon=_epsilon(run, smallest),
         attributes=_attributes(run, smallest, policy),
         groupings=summarise_groups(run, measured, smallest),
         attacks=[_attack(attack, smallest) for attack in run.attacks],
@@ -242,9 +232,20 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, pol
     )
 
 
-def _public(about: dict[str, Any]) -> dict[str, Any]:
+def _epsilon(run: SavedRun, smallest: int) -> dict[str, float]:
+    """Individual ε by level; rounding does not lift an example's own above ε for everybody."""
+    own = np.asarray(run.columns.get("epsilon", np.zeros(0)), dtype=np.float64)
+    own = own[np.isfinite(own)]
+    limit: float | None = run.about.get("epsilon")
+    if limit is not None and not own.max(initial=0.0) <= limit * (1 + 1e-9):
+        limit = None
+    levels = stats.levels_of(-own, smallest, sign=-1)
+    return levels if limit is None else {level: min(value, limit) for level, value in levels.items()}
+
+
+def _public(about: Facts) -> Facts:
     """Only what is known to say nothing about single examples."""
-    kept: dict[str, Any] = {}
+    kept: Facts = {}
     for key, inner in PUBLIC.items():
         value = about.get(key)
         if inner is not None and isinstance(value, dict):

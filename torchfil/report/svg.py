@@ -88,11 +88,12 @@ def histogram(
     *,
     what: str,
     axis: str,
-    log: bool = True,
     mark: tuple[float, str] | None = None,
     tones: Sequence[str] = (),
 ) -> Markup:
-    """Bars between edges. A bar's area is its count, so that merged bins do not look larger than they are.
+    """Bars between edges, on a logarithmic axis.
+
+    A bar's area is its count, so that merged bins do not look larger than they are.
 
     The scale at the right counts examples in a bar of the narrowest width: of bars that are equally wide, their counts.
 
@@ -100,7 +101,6 @@ def histogram(
         bins: k bins.
         what: What is counted.
         axis: The name of the values.
-        log: Whether x is logarithmic.
         mark: A vertical line at a value, with its name; outside the edges it widens the axis.
         tones: The class of every bar, [k]; the values then are multiples of a blind guess's error, whose ticks are
             ¼, ½, 1×, 2× and so on.
@@ -108,8 +108,8 @@ def histogram(
     height, floor, right = 214, 170, FULL - 46
     points = [*bins.edges, *([mark[0]] if mark else [])]
     low, high = min(points), max(points)
-    pad = (high / low) ** 0.03 if log else 0.03 * (high - low)
-    x = Scale(low / pad if log else low - pad, high * pad if log else high + pad, 6, right, log)
+    pad = (high / low) ** 0.03
+    x = Scale(low / pad, high * pad, 6, right, True)
     spans = [x(b) - x(a) for a, b in pairwise(bins.edges)]
     heights = [count * min(spans) / span for count, span in zip(bins.counts, spans, strict=True)]
     y = Scale(0, max(heights) or 1.0, floor, 30, False)

@@ -29,14 +29,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from torchfil.run.saved_run import LOWER_BOUND as LOWER_BOUND
 from torchfil.run.saved_run import NOT_MEASURED as NOT_MEASURED
 from torchfil.run.saved_run import ByExample, QuestionRecord, SavedRun, Spread
 from torchfil.run.saved_run import status_of as status_of
+from torchfil.run.unit import Facts
 
 HALF, BELOW, BEYOND, UNTOLD = range(4)
 CLASSES = {
@@ -48,7 +49,7 @@ CLASSES = {
 _AT_ONCE = 2**16  # rows whose attributes are in memory together
 
 
-def range_error(about: Mapping[str, Any]) -> float | None:
+def range_error(about: Facts) -> float | None:
     """(b − a)/2: what answering (a + b)/2 is never off by more than, for inputs in [a, b]; None where none is known.
 
     Example:
@@ -108,7 +109,7 @@ def blind_errors(run: SavedRun, stated: Mapping[str, float] | None = None, input
     return errors
 
 
-def ratio_to_blind_guess(error: Any, blind: Any) -> np.ndarray:
+def ratio_to_blind_guess(error: ArrayLike, blind: ArrayLike) -> np.ndarray:
     """error/blind, in the shape of both; NaN where either is not known, infinite where nothing is left to guess.
 
     Example:
@@ -139,8 +140,7 @@ def is_told(run: SavedRun) -> np.ndarray:
 
     A lower end of 0 beside a bound above 0 is none. Without noise the bound is 0 itself, and told.
     """
-    bound = np.asarray(run.column("mse_bound"), dtype=np.float64)
-    low = np.asarray(run.columns.get("mse_bound_low", bound), dtype=np.float64)
+    bound, low = run.column("mse_bound"), run.lower_ends
     return (status_of(run) != NOT_MEASURED) & ((low > 0) | (bound == 0))
 
 
@@ -156,12 +156,11 @@ def error_ratios(run: SavedRun, stated: float | None = None) -> np.ndarray | Non
     blind = blind_error_of_inputs(run, stated)
     if blind is None:
         return None
-    name = "mse_bound_low" if "mse_bound_low" in run.columns else "mse_bound"
-    errors = np.sqrt(np.asarray(run.column(name), dtype=np.float64))
+    errors = np.sqrt(run.lower_ends)
     return np.where(is_told(run), ratio_to_blind_guess(errors, blind), math.nan)
 
 
-def classes_of_ratios(ratios: Any) -> np.ndarray:
+def classes_of_ratios(ratios: ArrayLike) -> np.ndarray:
     """The rule: HALF, BELOW, BEYOND or, where a ratio is NaN, UNTOLD; uint8 in its shape.
 
     Example:

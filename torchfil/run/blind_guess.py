@@ -28,9 +28,9 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from torchfil.run.saved_run import Spread
 
@@ -156,7 +156,7 @@ class BlindGuess:
         self.codes: list[np.ndarray] = []  # each row's place among them
         self.private = self.label = np.zeros(0, dtype=bool)  # of all public columns, and of those with no private entry
 
-    def add(self, values: np.ndarray, targets: Sequence[Any], inputs: Sequence[Any]) -> None:
+    def add(self, values: np.ndarray, targets: Sequence[ArrayLike], inputs: Sequence[ArrayLike]) -> None:
         """Read some examples.
 
         Args:

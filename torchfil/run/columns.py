@@ -15,15 +15,17 @@ from pyarrow import parquet
 
 from torchfil.run import saved_run as saved
 from torchfil.run.stored import ColumnFile, StoredArray, StoredColumns
+from torchfil.run.unit import Facts
 from torchfil.utils.errors import RunFileError
 
-FORMAT, VERSION = "torchfil-run", 2
+FORMAT, VERSION = "torchfil-run", 3
 KEY = b"torchfil"  # of the facts in the file's metadata
 ARROW_SCHEMA = b"ARROW:schema"  # the key of Arrow's own copy of the schema, which no run file has
 _LARGEST_FACTS = 2**22  # bytes
 _MOST_COLUMNS = 64  # attributes that have a column each
 _MOST_VALUES = 2**27  # errors of attributes in a row group
 _LIST, _STRINGS = pa.list_(pa.float32()), pa.list_(pa.string())
+Values = Callable[[slice], Any]  # of a slice of rows, what Arrow takes
 _OF_TEXTS = {"words": ("words", _STRINGS), "fil": ("words_fil", _LIST), "plis": ("words_plis", _LIST)}
 _OF_ATTACKS = {"predicted": pa.float64(), "achieved": pa.float64(), "violated": pa.bool_(), "blind": pa.float64()}
 
@@ -71,9 +73,9 @@ class _Table:
 
     def __init__(self, run: saved.SavedRun) -> None:
         self.fields: list[pa.Field] = []
-        self.values: list[Callable[[slice], Any]] = []
+        self.values: list[Values] = []
         columns, groups = (getattr(each, "data", each) for each in (run.columns, run.groups))
-        self.facts: dict[str, Any] = {
+        self.facts: Facts = {
             "format": FORMAT,
             "version": VERSION,
             "about": run.about,
@@ -84,7 +86,6 @@ class _Table:
             "attributes": None if run.attributes is None else self._attributes(run.attributes),
             "questions": [self._question(question) for question in run.questions],
             "attacks": [self._attack(attack) for attack in run.attacks],
-            "pictures": None if run.pictures is None else self._pictures(run.pictures),
             "records": None if run.records is None else _facts(run.records),
             "texts": None if run.texts is None else self._texts(run.texts),
             "baselines": run.baselines and _facts(run.baselines, attributes=_facts(run.baselines.attributes)),
@@ -92,7 +93,7 @@ class _Table:
             "rounds": {name: values.tolist() for name, values in run.rounds.items()},
         }
 
-    def _add(self, name: str, kind: Any, values: Callable[[slice], Any], *, nullable: bool = False) -> str:
+    def _add(self, name: str, kind: pa.DataType, values: Values, *, nullable: bool = False) -> str:
         """Add a column and return its name, with a prime for each column that was called the same before."""
         name = name.replace(ARROW_SCHEMA.decode(), "ARROW schema")  # in a footer, readers refuse it
         while any(field.name == name for field in self.fields):
@@ -110,47 +111,49 @@ class _Table:
     def _matrix(self, names: Sequence[str], values: saved.ByExample) -> list[str]:
         """Numbers, [n, k], a column for each of the k names."""
 
-        def column(j: int) -> Callable[[slice], Any]:
+        def column(j: int) -> Values:
             return lambda rows: values[rows, j]
 
         return [self._add(name, pa.from_numpy_dtype(values.dtype), column(j)) for j, name in enumerate(names)]
 
-    def _some(self, name: str, kind: Any, rows: np.ndarray, entries: Sequence[Any] | np.ndarray | None) -> str | None:
+    def _some(
+        self, name: str, kind: pa.DataType, rows: np.ndarray, entries: Sequence[object] | np.ndarray | None
+    ) -> str | None:
         """An entry for each of these rows; the cells of all others are empty."""
         if entries is None:
             return None
 
-        def values(part: slice) -> list[Any]:
-            cells: list[Any] = [None] * (part.stop - part.start)
+        def values(part: slice) -> list[object]:
+            cells: list[object] = [None] * (part.stop - part.start)
             for place in np.flatnonzero((rows >= part.start) & (rows < part.stop)).tolist():
                 cells[rows[place] - part.start] = entries[place]
             return cells
 
         return self._add(name, kind, values, nullable=True)
 
-    def _attributes(self, attributes: saved.Attributes) -> dict[str, Any]:
-        def errors(prefix: str, values: saved.ByExample | None) -> Any:
+    def _attributes(self, attributes: saved.Attributes) -> Facts:
+        def errors(prefix: str, values: saved.ByExample | None) -> str | list[str] | None:
             if values is None:
                 return None
             if len(attributes.names) <= _MOST_COLUMNS:
                 return self._matrix([f"{prefix}_of_{name}" for name in attributes.names], values)
             kind = pa.list_(pa.from_numpy_dtype(values.dtype), len(attributes.names))
 
-            def lists(rows: slice) -> Any:
+            def lists(rows: slice) -> pa.Array:
                 return pa.FixedSizeListArray.from_arrays(pa.array(np.ravel(values[rows])), type=kind)
 
             return self._add(f"{prefix}_of_attributes", kind, lists)
 
         return _facts(attributes, **{part: errors(part, getattr(attributes, part)) for part in ("error", "error_low")})
 
-    def _question(self, question: saved.QuestionRecord) -> dict[str, Any]:
+    def _question(self, question: saved.QuestionRecord) -> Facts:
         columns = {}
         for part in ("divergence", "divergence_high"):
             names = [f"{part}_of_{question.name}_{answer}" for answer in question.answers]
             columns[part] = self._matrix(names, getattr(question, part))
         return _facts(question, **columns)
 
-    def _attack(self, attack: saved.AttackRecord) -> dict[str, Any]:
+    def _attack(self, attack: saved.AttackRecord) -> Facts:
         if len(np.unique(attack.rows)) < len(attack.rows):
             raise ValueError(f"attack {attack.name!r} has several results for one example; save the mean of them")
         columns = {
@@ -159,23 +162,12 @@ class _Table:
         }
         return _facts(attack, rows=None, **columns)
 
-    def _pictures(self, pictures: saved.Pictures) -> dict[str, Any]:
-        images, maps, rows, drawn = pictures.images, pictures.maps, pictures.rows, pictures.estimates
-        estimates = None if drawn is None else [own.tobytes() for own in drawn]
-        return _facts(
-            pictures,
-            shape=list(images.shape[1:]),
-            images=self._some("picture", pa.binary(), rows, [image.tobytes() for image in images]),
-            maps=self._some("picture_plis", _LIST, rows, None if maps is None else maps.reshape(len(rows), -1)),
-            estimates=self._some("picture_estimates", pa.binary(), rows, estimates),
-        )
-
-    def _texts(self, texts: saved.Texts) -> dict[str, Any]:
+    def _texts(self, texts: saved.Texts) -> Facts:
         columns = {part: self._some(*column, texts.rows, getattr(texts, part)) for part, column in _OF_TEXTS.items()}
         return _facts(texts, **columns)
 
 
-def _facts(record: Any, **changes: Any) -> dict[str, Any]:
+def _facts(record: object, **changes: object) -> Facts:
     """The fields of a record as JSON values, some of them changed."""
     kept = {name: value for name, value in vars(record).items() if name not in changes}
     return {name: getattr(value, "tolist", lambda value=value: value)() for name, value in kept.items()} | changes
@@ -184,7 +176,7 @@ def _facts(record: Any, **changes: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------ reading
 
 
-def read_facts(source: Any) -> dict[str, Any] | None:
+def read_facts(source: pa.NativeFile) -> Facts | None:
     """The facts of a Parquet file; None where its metadata are not those of a run alone."""
     own = parquet.read_metadata(source).metadata or {}
     if own.keys() != {KEY} or len(own[KEY]) > _LARGEST_FACTS:
@@ -193,7 +185,7 @@ def read_facts(source: Any) -> dict[str, Any] | None:
     return facts if isinstance(facts, dict) and facts.get("format") == FORMAT else None
 
 
-def read_run(source: Any, facts: Mapping[str, Any]) -> saved.SavedRun:
+def read_run(source: pa.NativeFile, facts: Facts) -> saved.SavedRun:
     """The run of an open file with these facts; in memory, unless the file has several row groups."""
     checked = {"page_checksum_verification": True, "pre_buffer": False}
     file = ColumnFile(source, [facts["ids"], *facts["groups"].values()], **checked)
@@ -207,7 +199,7 @@ def read_run(source: Any, facts: Mapping[str, Any]) -> saved.SavedRun:
         arrays = {name: stored(column) for name, column in names.items()}
         return arrays if in_memory else StoredColumns(arrays)
 
-    def question(asked: Mapping[str, Any]) -> saved.QuestionRecord:
+    def question(asked: Facts) -> saved.QuestionRecord:
         both = {part: stored(asked[part]) for part in ("divergence", "divergence_high")}
         return saved.QuestionRecord(**{**asked, **both})
 
@@ -220,7 +212,6 @@ def read_run(source: Any, facts: Mapping[str, Any]) -> saved.SavedRun:
         columns=by_name(facts["columns"]),
         attributes=optional(_read_attributes, "attributes", stored),
         groups=by_name(facts["groups"]),
-        pictures=optional(_read_pictures, "pictures"),
         records=optional(_read_records, "records"),
         texts=optional(_read_texts, "texts"),
         history={name: _numbers(values) for name, values in facts["history"].items()},
@@ -232,18 +223,19 @@ def read_run(source: Any, facts: Mapping[str, Any]) -> saved.SavedRun:
     )
 
 
-def _read_attributes(file: Any, facts: Mapping[str, Any], stored: Callable[[Any], saved.ByExample]) -> saved.Attributes:
+def _read_attributes(
+    file: ColumnFile, facts: Facts, stored: Callable[[str | list[str]], saved.ByExample]
+) -> saved.Attributes:
     width = len(facts["names"])
 
     def errors(columns: list[str] | str | None) -> Any:
         return _read_lists(file, columns, width) if isinstance(columns, str) else columns and stored(columns)
 
-    pixels = None if facts["pixels"] is None else np.asarray(facts["pixels"], dtype=np.int64)
     arrays = {part: errors(facts[part]) for part in ("error", "error_low")}
-    return saved.Attributes(**{**facts, **arrays, "pixels": pixels})
+    return saved.Attributes(**{**facts, **arrays})
 
 
-def _read_lists(file: Any, name: str, width: int) -> np.ndarray:
+def _read_lists(file: ColumnFile, name: str, width: int) -> np.ndarray:
     """A column of lists of one length, [n, width], in memory."""
     file.claim([name])
     parts = []
@@ -254,37 +246,23 @@ def _read_lists(file: Any, name: str, width: int) -> np.ndarray:
     return np.concatenate(parts) if parts else np.empty((0, width), np.float32)
 
 
-def _read_pictures(file: Any, facts: Mapping[str, Any]) -> saved.Pictures:
-    rows, shape = np.asarray(facts["rows"], dtype=np.int64), facts["shape"]
-
-    def images(name: str | None, *of_each: int) -> Any:
-        cells = b"" if name is None else b"".join(StoredArray(file, name).cells(rows, pa.binary()))
-        return None if name is None else np.frombuffer(cells, np.uint8).reshape(len(rows), *of_each, *shape)
-
-    maps, errors = _lists(file, facts["maps"], rows), facts["errors"]
-    maps = None if maps is None else maps.reshape(len(rows), *shape[:2])
-    errors = None if errors is None else np.asarray(errors, np.float32)
-    shown = images(facts["images"]), maps, images(facts["estimates"], 3)
-    return saved.Pictures(rows, *shown, errors, int(facts["typical"]))
-
-
-def _read_records(_: Any, facts: Mapping[str, Any]) -> saved.Records:
+def _read_records(_: ColumnFile, facts: Facts) -> saved.Records:
     return saved.Records(np.asarray(facts["rows"], np.int64), np.asarray(facts["values"], np.float64))
 
 
-def _read_texts(file: Any, facts: Mapping[str, Any]) -> saved.Texts:
+def _read_texts(file: ColumnFile, facts: Facts) -> saved.Texts:
     rows = np.asarray(facts["rows"], dtype=np.int64)
     words = StoredArray(file, facts["words"]).cells(rows, _STRINGS)
     fil, plis = (_lists(file, facts[part], rows) for part in ("fil", "plis"))
     return saved.Texts(rows, words, np.zeros((len(rows), 0)) if fil is None else fil, plis)
 
 
-def _lists(file: Any, name: str | None, rows: np.ndarray) -> np.ndarray | None:
+def _lists(file: ColumnFile, name: str | None, rows: np.ndarray) -> np.ndarray | None:
     """Lists of one length of these rows, float32 [m, T]; None where there is no such column."""
     return None if name is None else np.asarray(StoredArray(file, name).cells(rows, _LIST), np.float32)
 
 
-def _read_attack(file: Any, facts: Mapping[str, Any]) -> saved.AttackRecord:
+def _read_attack(file: ColumnFile, facts: Facts) -> saved.AttackRecord:
     kept = {part: kind for part, kind in _OF_ATTACKS.items() if facts[part] is not None}
     found = {part: StoredArray(file, facts[part]).not_empty(kind) for part, kind in kept.items()}
     rows = found["predicted"][0]
@@ -293,14 +271,14 @@ def _read_attack(file: Any, facts: Mapping[str, Any]) -> saved.AttackRecord:
     return saved.AttackRecord(**{**facts, "rows": rows, **{part: values for part, (_, values) in found.items()}})
 
 
-def _numbers(values: list[Any]) -> np.ndarray:
+def _numbers(values: list[object]) -> np.ndarray:
     array = np.asarray(values)
     if array.dtype.kind not in "biuf":
         raise ValueError(f"{values[:3]} … must be numbers")
     return array
 
 
-def _read_baselines(_: Any, facts: Mapping[str, Any]) -> saved.Baselines:
+def _read_baselines(_: ColumnFile, facts: Facts) -> saved.Baselines:
     spread = saved.Spread(**{name: np.asarray(values, np.float64) for name, values in facts["attributes"].items()})
     errors, by_class = (np.asarray(facts[name], np.float64) for name in ("errors", "attribute_errors"))
     by_class = by_class.reshape(len(by_class), len(spread.std))

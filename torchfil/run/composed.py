@@ -20,8 +20,7 @@ the ε of Opacus's RDP accountant), ε follows from their sum at the largest δ_
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +29,8 @@ import numpy as np
 from torchfil.accounting.persons import person_rdp
 from torchfil.run.baselines import is_told
 from torchfil.run.matching import check_alike, names_of, setting
-from torchfil.run.saved_run import SavedRun
+from torchfil.run.saved_run import ByExample, QuestionRecord, SavedRun
+from torchfil.run.unit import Facts
 from torchfil.utils.errors import require
 
 _COLUMNS = ("fil", "mse_bound", "mse_bound_low", "participations", "missed", "epsilon")
@@ -56,14 +56,14 @@ def rdp_of(run: SavedRun, sigma: float) -> np.ndarray:
 
 def epsilon_at(rdp: np.ndarray, delta: float) -> float:
     """ε of Rényi divergences, by Balle et al. (2020), Theorem 21."""
-    epsilon = rdp + np.log1p(-1 / _ORDERS) - (math.log(delta) + np.log(_ORDERS)) / (_ORDERS - 1)
+    epsilon = rdp + np.log1p(-1 / _ORDERS) - (np.log(delta) + np.log(_ORDERS)) / (_ORDERS - 1)
     return max(float(epsilon.min()), 0.0)  # in this order, NaN stays NaN
 
 
 def compose(runs: Sequence[SavedRun]) -> SavedRun:
     """All releases as one run, which every rule of a gate can judge; see the module for each number.
 
-    Ids must mean the same people in all runs. Pictures, texts, records, other columns and the course of training are
+    Ids must mean the same people in all runs. Texts, records, other columns and the course of training are
     left out. Of all together is not known: a question that a run did not ask (D = NaN), attributes that one did not
     track, and, where the first run has not everybody, groups and what a blind guess errs by.
 
@@ -93,14 +93,7 @@ def compose(runs: Sequence[SavedRun]) -> SavedRun:
     ids = np.concatenate([names[0], everyone[first_at >= len(first)]])
     order, everybody = np.argsort(ids), len(ids) == len(first)
     places = [order[np.searchsorted(ids, own, sorter=order)] for own in names]
-    parts, total = [_parts(run) for run in runs], dict[Any, np.ndarray]()
-    with np.errstate(divide="ignore"):
-        for key in (key for key in parts[0] if all(key in part for part in parts)):
-            power = _POWERS.get(key, _POWERS.get(key[-1], 1))
-            total[key] = np.zeros((len(ids), *parts[0][key].shape[1:]))
-            for place, part in zip(places, parts, strict=True):
-                total[key][place] += np.asarray(part[key], dtype=np.float64) ** power
-            total[key] **= 1 / power
+    total = _added(runs, places, len(ids))
 
     # what does not add
     columns = {key: total[key] for key in total if isinstance(key, str)} | {"clip_weight": np.ones(len(ids))}
@@ -112,11 +105,6 @@ def compose(runs: Sequence[SavedRun]) -> SavedRun:
     attributes = first.attributes if tracked else None
     if attributes is not None:
         attributes = replace(attributes, error=tracked["error"], error_low=tracked.get("error_low"))
-    questions = []
-    for asked in {each.name: each for run in runs for each in run.questions}.values():
-        unknown = np.full((len(ids), len(asked.answers)), np.nan)
-        exact, high = (total.get((asked.name, asked.law, *asked.answers, part), unknown) for part in _DIVERGENCES)
-        questions.append(replace(asked, divergence=exact, divergence_high=high))
     attacks = [(each, place) for run, place in zip(runs, places, strict=True) for each in run.attacks]
     return SavedRun(
         about=_about(runs),
@@ -125,14 +113,40 @@ def compose(runs: Sequence[SavedRun]) -> SavedRun:
         attributes=attributes,
         groups={name: np.asarray(labels) for name, labels in first.groups.items()} if everybody else {},
         attacks=[replace(each, rows=place[each.rows]) for each, place in attacks],
-        questions=questions,
+        questions=_questions(runs, total, len(ids)),
         baselines=first.baselines if everybody and (attributes is None) == (first.attributes is None) else None,
     )
 
 
-def _parts(run: SavedRun) -> dict[Any, Any]:
+Key = str | tuple[str, ...]  # of a column; of errors of attributes, or of divergences of answers
+
+
+def _added(runs: Sequence[SavedRun], places: Sequence[np.ndarray], count: int) -> dict[Key, np.ndarray]:
+    """What every run tells, of all together; each run's examples stand at its places among ``count``."""
+    parts, total = [_parts(run) for run in runs], dict[Key, np.ndarray]()
+    with np.errstate(divide="ignore"):
+        for key in (key for key in parts[0] if all(key in part for part in parts)):
+            power = _POWERS.get(key, 1) if isinstance(key, str) else _POWERS.get(key[-1], 1)
+            total[key] = np.zeros((count, *parts[0][key].shape[1:]))
+            for place, part in zip(places, parts, strict=True):
+                total[key][place] += np.asarray(part[key], dtype=np.float64) ** power
+            total[key] **= 1 / power
+    return total
+
+
+def _questions(runs: Sequence[SavedRun], total: Mapping[Key, np.ndarray], count: int) -> list[QuestionRecord]:
+    """Every question that was asked in a run; D is not known where another run did not ask it."""
+    found = []
+    for asked in {each.name: each for run in runs for each in run.questions}.values():
+        unknown = np.full((count, len(asked.answers)), np.nan)
+        exact, high = (total.get((asked.name, asked.law, *asked.answers, part), unknown) for part in _DIVERGENCES)
+        found.append(replace(asked, divergence=exact, divergence_high=high))
+    return found
+
+
+def _parts(run: SavedRun) -> dict[Key, ByExample]:
     """What adds, to the power that :data:`_POWERS` tells, by what it is about: columns, attributes, answers."""
-    parts: dict[Any, Any] = {name: run.columns[name] for name in _COLUMNS if name in run.columns}
+    parts: dict[Key, ByExample] = {name: run.columns[name] for name in _COLUMNS if name in run.columns}
     if "mse_bound_low" in parts:
         parts["mse_bound_low"] = np.where(is_told(run), parts["mse_bound_low"], 0.0)
     if (of := run.attributes) is not None:
@@ -143,7 +157,7 @@ def _parts(run: SavedRun) -> dict[Any, Any]:
     return parts
 
 
-def _about(runs: Sequence[SavedRun]) -> dict[str, Any]:
+def _about(runs: Sequence[SavedRun]) -> Facts:
     """The facts that rules read, of all releases together."""
     abouts, noises = [run.about for run in runs], [setting(run, "mechanism.noise") for run in runs]
     mechanism = {name: setting(runs[0], f"mechanism.{name}") for name in ("unit", "unit_names")}
@@ -156,7 +170,7 @@ def _about(runs: Sequence[SavedRun]) -> dict[str, Any]:
     epsilon, delta, how = _epsilon(runs)
 
     jumps = dict.fromkeys(name for run in runs for name in setting(run, "model.not_smooth") or [])
-    about: dict[str, Any] = {"model": {"not_smooth": list(jumps)}}
+    about: Facts = {"model": {"not_smooth": list(jumps)}}
     about |= {"title": " + ".join(str(about.get("title", "a saved run")) for about in abouts)}
     about |= {"kind": "linear" * all(each.get("kind") == "linear" for each in abouts), "mechanism": mechanism}
     about |= {"unit_of_inputs": abouts[0].get("unit_of_inputs", ""), "dataset": {"input_range": common}}

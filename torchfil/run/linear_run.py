@@ -35,19 +35,21 @@ from torchfil.run.blind_guess import BlindGuess
 from torchfil.run.file import save
 from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, Records, SavedRun, Spread, checked_metrics
 from torchfil.run.statistics import RECORDED_ATTRIBUTES, RECORDED_EXAMPLES, most_exposed_and_typical
+from torchfil.run.unit import Facts
 from torchfil.utils.errors import require
 from torchfil.utils.tables import plain_names
-from torchfil.viz.common import as_array
+from torchfil.viz.common import Values, as_array
 
 if TYPE_CHECKING:
     from torchfil.glm import IRFIL, Composition, GeneralizedLinearModel, Question
 
 Columns = Sequence[Any] | slice
+Released = tuple[Any, float]  # a fitted model, σ
 _ROWS_AT_ONCE = 2**13
 
 
 def save_linear_run(
-    path: str | os.PathLike[str], model: Any, X: Any, y: Any, sigma: float | None, **options: Any
+    path: str | os.PathLike[str], model: Any, X: Values, y: Values, sigma: float | None, **options: Any
 ) -> Path:
     """Write what :func:`linear_run` gives into a file, for ``torchfil report``, ``gate``, ``inspect`` and ``compare``.
 
@@ -64,8 +66,8 @@ def save_linear_run(
 
 def linear_run(
     model: GeneralizedLinearModel | IRFIL | Composition,
-    X: Any,
-    y: Any,
+    X: Values,
+    y: Values,
     sigma: float | None,
     *,
     ids: Sequence[Hashable] | None = None,
@@ -74,11 +76,11 @@ def linear_run(
     attribute_units: Mapping[str, str] | None = None,
     private_target: bool | None = None,
     target: str = "target",
-    groups: Mapping[str, Any] | None = None,
+    groups: Mapping[str, Sequence[object]] | None = None,
     questions: Mapping[str, Question | BestGuess] | None = None,
     scales: Literal["deviation"] | Sequence[float] | None = "deviation",
     scores: Mapping[str, float] | None = None,
-    metrics: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, object] | None = None,
     hash_data: bool = True,
 ) -> SavedRun:
     """What releasing w* + N(0, σ²I) leaks about every row. Confidential: it depends on private data.
@@ -119,23 +121,13 @@ def linear_run(
     with_target = attributes is None if private_target is None else private_target
     parts = [Release(each.sensitivity(X, y, private_target=with_target), scale) for each, scale in releases]
     width, coordinates = first.n_features_in_, parts[0].sensitivity.num_coordinates
-    names = _attribute_columns(first, attributes)
-    if with_target:
-        while target in names:
-            target += " (target)"
-        names[target] = list(range(width, coordinates))
+    names = _attribute_columns(first, attributes, {target: list(range(width, coordinates))} if with_target else {})
     private = sorted({column for own in names.values() for column in own})
     guess_of_private, values = _blind_guess(X, y, coordinates, private)
     spread = _scales(scales, values[1])
 
-    # everybody's numbers, a few rows at a time: I_jj of a long table would take as much memory as the table
-    n = len(parts[0].sensitivity.X)
-    square, error = np.empty(n), np.empty((n, len(names)), dtype=np.float32)
+    n, square, error = len(parts[0].sensitivity.X), *_measured(parts, spread, private, list(names.values()))
     with np.errstate(divide="ignore"):
-        for rows, information in information_by_coordinate(parts):
-            square[rows] = (information * spread**2)[:, private].mean(axis=1)
-            for place, own in enumerate(names.values()):
-                error[rows, place] = 1 / np.sqrt(information[:, own].mean(axis=1))
         bound = 1 / square
     # nothing was missed, and nothing is estimated
     columns = {"fil": np.sqrt(square), "mse_bound": bound, "mse_bound_low": bound, "missed": np.zeros(n, np.int64)}
@@ -143,20 +135,15 @@ def linear_run(
         from sklearn.base import clone
 
         unweighted = clone(first).fit(X, y).sensitivity(X, y, private_target=with_target)
-        found = information_by_coordinate([Release(unweighted, releases[0][1])])
-        before = [(information * spread**2)[:, private].mean(axis=1) for _, information in found]
-        columns["sample_weight"] = np.asarray(reweighted, dtype=np.float64)
-        columns["fil_before"] = np.sqrt(np.concatenate(before))
+        before, _ = _measured([Release(unweighted, releases[0][1])], spread, private, [])
+        columns |= {"sample_weight": np.asarray(reweighted, dtype=np.float64), "fil_before": np.sqrt(before)}
 
     blind = guess_of_private.judged(1 / spread[private], np.arange(n), n)
     units, labels = attribute_units or {}, groups or {}
-    for what, given in {"ids": ids, **{f"grouping {name!r}": own for name, own in labels.items()}}.items():
-        count = n if given is None else len(given)
-        require(count == n, f"{what} has {count} entries for {n} rows; give one each, in order")
-    about = _about(releases, n, len(private), hashed=(X, y) if hash_data else None)
-    about["title"] = title if title is not None else f"{about['model']['name']} on {n:,} examples"
-    known = {name: float(value) for name, value in (scores or {}).items()}
-    about["linear"] = {"private": list(names), "reweighted": reweighted is not None, **known}
+    _check_lengths(n, ids, labels)
+    about = _about(releases, n, len(private), title, hashed=(X, y) if hash_data else None)
+    about["linear"] = {"private": list(names), "reweighted": reweighted is not None}
+    about["linear"] |= {name: float(value) for name, value in (scores or {}).items()}
     if scales is not None:
         about["linear"]["scales"] = spread[private].tolist()
         about["unit_of_inputs"] = "standard deviations of the column" if isinstance(scales, str) else "given units"
@@ -175,7 +162,30 @@ def linear_run(
     )
 
 
-def _releases(model: Any, sigma: float | None) -> tuple[list[tuple[Any, float]], np.ndarray | None]:
+def _measured(
+    parts: list[Release], spread: np.ndarray, private: list[int], attributes: list[list[int]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """η̄² of every row, [n], and the least error of each attribute, [n, k].
+
+    A few rows at a time: I_jj of a long table would take as much memory as the table.
+    """
+    n = len(parts[0].sensitivity.X)
+    square, error = np.empty(n), np.empty((n, len(attributes)), dtype=np.float32)
+    for rows, information in information_by_coordinate(parts):
+        square[rows] = (information * spread**2)[:, private].mean(axis=1)
+        for place, own in enumerate(attributes):
+            with np.errstate(divide="ignore"):
+                error[rows, place] = 1 / np.sqrt(information[:, own].mean(axis=1))
+    return square, error
+
+
+def _check_lengths(n: int, ids: Sequence[Hashable] | None, groups: Mapping[str, Sequence[object]]) -> None:
+    given = {f"grouping {name!r}": labels for name, labels in groups.items()}
+    for what, entries in (given if ids is None else {"ids": ids, **given}).items():
+        require(len(entries) == n, f"{what} has {len(entries)} entries for {n} rows; give one each, in order")
+
+
+def _releases(model: Any, sigma: float | None) -> tuple[list[Released], np.ndarray | None]:
     """Models with the σ of their release, and the weights that were chosen from the data, where there are such."""
     if hasattr(model, "releases"):  # a composition
         require(sigma is None, f"sigma={sigma}: a composition has a σ for each of its releases; pass sigma=None")
@@ -187,23 +197,31 @@ def _releases(model: Any, sigma: float | None) -> tuple[list[tuple[Any, float]],
     return [(model, float(sigma))], None
 
 
-def _score_by_noise(model: Any, sigma: float, X: Any, y: Any) -> list[list[float]]:
+def _score_by_noise(model: Any, sigma: float, X: Values, y: Values) -> list[list[float]]:
     """Pairs of a σ and the mean score over its noise, on the fitted rows; without those whose mean is not finite."""
     noises = [sigma * 2 ** (step / 2) for step in range(-4, 11)]
     scores = [model.expected_score(X, y, noise) for noise in noises]
     return [[noise, score] for noise, score in zip(noises, scores, strict=True) if math.isfinite(score)]
 
 
-def _attribute_columns(model: Any, attributes: Mapping[str, Columns] | None) -> dict[str, list[int]]:
-    """Each private attribute's columns, by number."""
+def _attribute_columns(
+    model: Any, attributes: Mapping[str, Columns] | None, of_target: Mapping[str, list[int]]
+) -> dict[str, list[int]]:
+    """Each private attribute's columns, by number; the target's come last, under a name of its own."""
     if attributes is None:
         names = getattr(model, "feature_names_in_", [f"column {j}" for j in range(model.n_features_in_)])
-        return {str(name): [j] for j, name in enumerate(names)}
-    require(bool(attributes), "attributes is empty: nothing would be private; None makes every column private")
-    return {name: model.column_numbers(part) for name, part in attributes.items()}
+        found = {str(name): [j] for j, name in enumerate(names)}
+    else:
+        require(bool(attributes), "attributes is empty: nothing would be private; None makes every column private")
+        found = {name: model.column_numbers(part) for name, part in attributes.items()}
+    for target, own in of_target.items():
+        while target in found:
+            target += " (target)"
+        found[target] = own
+    return found
 
 
-def _blind_guess(X: Any, y: Any, coordinates: int, private: list[int]) -> tuple[BlindGuess, np.ndarray]:
+def _blind_guess(X: Values, y: Values, coordinates: int, private: list[int]) -> tuple[BlindGuess, np.ndarray]:
     """What is private beside what is public; and mean, deviation and range of private coordinates, [4, d + t].
 
     A target of k classes is a corner of a simplex, with k − 1 coordinates within it: each has the deviation
@@ -229,7 +247,7 @@ def _blind_guess(X: Any, y: Any, coordinates: int, private: list[int]) -> tuple[
     return guess, spread
 
 
-def _scales(scales: Any, deviations: np.ndarray) -> np.ndarray:
+def _scales(scales: Sequence[float] | str | None, deviations: np.ndarray) -> np.ndarray:
     """s of every private coordinate, in units of which it counts, [d + t]."""
     if scales is None:
         return np.ones_like(deviations)
@@ -260,7 +278,7 @@ def _baselines(
     return Baselines(Spread(*by_name), {}, blind.knows, errors, by_attribute)
 
 
-def _records(X: Any, y: Any, fil: np.ndarray, columns: list[list[int]]) -> Records | None:
+def _records(X: Values, y: Values, fil: np.ndarray, columns: list[list[int]]) -> Records | None:
     """The attributes of the 10 rows that leak most and of typical ones; None for more than 64 attributes."""
     if len(columns) > RECORDED_ATTRIBUTES:
         return None
@@ -272,7 +290,7 @@ def _records(X: Any, y: Any, fil: np.ndarray, columns: list[list[int]]) -> Recor
     return Records(rows, np.where([len(own) == 1 for own in columns], values, np.nan))
 
 
-def _question(name: str, asked: Any, releases: Sequence[tuple[Any, float]], X: Any, y: Any) -> QuestionRecord:
+def _question(name: str, asked: Any, releases: Sequence[Released], X: Values, y: Values) -> QuestionRecord:
     """D = Δ²/(2σ²) between normal laws, of which the best attacker's success is known exactly."""
     if not isinstance(asked, BestGuess):
         require(len(releases) == 1, f"question {name!r}: they are answered for one release, not for {len(releases)}")
@@ -288,17 +306,24 @@ def _question(name: str, asked: Any, releases: Sequence[tuple[Any, float]], X: A
 
 
 def _about(
-    releases: Sequence[tuple[Any, float]], n: int, coordinates: int, *, hashed: tuple[Any, Any] | None
-) -> dict[str, Any]:
+    releases: Sequence[Released],
+    n: int,
+    coordinates: int,
+    title: str | None,
+    *,
+    hashed: tuple[Values, Values] | None,
+) -> Facts:
     model, sigma = releases[0]
     sizes = [np.size(each.coef_) + each.fit_intercept * np.size(each.intercept_) for each, _ in releases]
     digest, alone = None if hashed is None else _digest(*hashed), len(releases) == 1
+    name = ", ".join(type(each).__name__ for each, _ in releases)
 
     # no steps and no ε: noise was added once to each released fit, and what follows is in closed form
     return {
         "kind": "linear",
+        "title": f"{name} on {n:,} examples" if title is None else title,
         "model": {
-            "name": ", ".join(type(each).__name__ for each, _ in releases),
+            "name": name,
             "num_parameters": sum(sizes),
             "not_smooth": [],  # the loss is a smooth function of the linear predictor
         },
@@ -317,7 +342,7 @@ def _about(
     }
 
 
-def _digest(X: Any, y: Any) -> str:
+def _digest(X: Values, y: Values) -> str:
     """SHA-256 of the inputs and targets as they were fitted."""
     digest = hashlib.sha256()
     for values in (as_array(X), as_array(y)):

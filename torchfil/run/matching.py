@@ -41,16 +41,6 @@ def setting(run: SavedRun, name: str) -> Any:
     return value if value != "" else None
 
 
-def numbers(run: SavedRun, name: str) -> np.ndarray:
-    """A column in double precision, [n]."""
-    return np.asarray(run.column(name), dtype=np.float64)
-
-
-def lower_ends(run: SavedRun) -> np.ndarray:
-    """The lower ends of the MSE bounds, [n]; the bounds themselves where no ends were saved."""
-    return numbers(run, "mse_bound_low" if "mse_bound_low" in run.columns else "mse_bound")
-
-
 def check_alike(before: SavedRun, after: SavedRun) -> None:
     """Refuse runs whose numbers mean different things."""
     for name, what in (
@@ -109,8 +99,8 @@ def clearly_moved(before: SavedRun, after: SavedRun) -> np.ndarray:
     fil, widths = [], []
     with np.errstate(divide="ignore", invalid="ignore"):
         for run in (before, after):
-            fil.append(numbers(run, "fil"))
-            widths.append(np.maximum(1 / np.sqrt(lower_ends(run)) - fil[-1], 0.0))
+            fil.append(run.column("fil"))
+            widths.append(np.maximum(1 / np.sqrt(run.lower_ends) - fil[-1], 0.0))
         change = fil[0] - fil[1]
         chance = np.sqrt(widths[0] ** 2 + widths[1] ** 2) + _SAME * np.maximum(*fil)
         return np.where(np.abs(change) > chance, np.sign(change), 0).astype(np.int64)
@@ -133,7 +123,7 @@ def worsening(before: SavedRun, after: SavedRun) -> tuple[dict[str, float], np.n
     if not len(one):
         return {}, np.arange(0), 0
     errors = _errors(one), _errors(other)
-    fil = numbers(one, "fil"), numbers(other, "fil")
+    fil = one.column("fil"), other.column("fil")
     found = {name: clearly_more(fil, errors, share) for name, share in EXPOSED.items()}
     answered = {question.name: question for question in other.questions}
     for question in one.questions:
@@ -176,9 +166,9 @@ def clearly_more(values: Sequence[np.ndarray], errors: Sequence[np.ndarray], sha
 
 
 def _errors(run: SavedRun) -> np.ndarray:
-    fil = numbers(run, "fil")
+    fil = run.column("fil")
     with np.errstate(divide="ignore", invalid="ignore"):
-        errors = np.maximum(0.0, -np.log(fil * np.sqrt(lower_ends(run)))) / 1.96
+        errors = np.maximum(0.0, -np.log(fil * np.sqrt(run.lower_ends))) / 1.96
     return np.where(fil > 0, np.nan_to_num(errors), 0.0)
 
 
@@ -192,7 +182,7 @@ def check_same_recipe(runs: Mapping[str, SavedRun]) -> None:
     Model, size of the data, δ and mechanism must agree: everything but noise, draws, the first weights and the data.
     """
 
-    def recipe(run: SavedRun) -> dict[str, Any]:
+    def recipe(run: SavedRun) -> dict[str, object]:
         parts = {part: run.about.get(part) or {} for part in ("model", "dataset", "mechanism", "linear")}
         parts["run"] = {"size": len(run), **{name: run.about.get(name) for name in ("kind", "delta", "merged")}}
         facts = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}

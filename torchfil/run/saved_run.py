@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import ROUND_FLOOR, Context
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
-import msgspec
 import numpy as np
 import torch
-from msgspec import Meta
 from scipy.special import ndtr, ndtri
+from torch import Tensor
 
 from torchfil.guessing import largest_success, largest_true_positive_rate
-from torchfil.run.unit import Unit, unit_of
+from torchfil.run.unit import Facts, Unit, unit_of
 from torchfil.utils.errors import RunFileError, installed_by, require
 from torchfil.utils.tables import ArrowTable, Columns, as_texts
 from torchfil.utils.text import html_table, visible
@@ -40,14 +40,12 @@ class Attributes:
         error: 1/sqrt(I_jj) in the attribute's own unit, [n, k]: an unbiased guess is off by at least this, on average.
             An estimate from one run; infinite where nothing leaked.
         error_low: The lower end of its 95 % interval, [n, k], or None where it is not known.
-        pixels: Row and column of each in the image, int64 [k, 2], or None where attributes are no pixels.
     """
 
     names: list[str]
     units: list[str]
     error: ByExample
     error_low: ByExample | None = None
-    pixels: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         texts = all(isinstance(text, str) for text in (*self.names, *self.units))
@@ -136,36 +134,12 @@ class QuestionRecord:
         """
         return self._attained(lambda d: ndtr(np.sqrt(d / 2)), lambda d: largest_success(d, 0.5))
 
-    def _attained(self, normal: Callable[[Any], Any], bound: Callable[[Any], Any]) -> np.ndarray:
+    def _attained(self, normal: Callable[[np.ndarray], np.ndarray], bound: Callable[[Tensor], Tensor]) -> np.ndarray:
         worst = np.asarray(self.divergence_high, dtype=np.float64).max(axis=1)
         found, known = np.full(len(worst), np.nan), ~np.isnan(worst)
         at = worst[known]
         found[known] = normal(at) if self.law == "normal" else bound(torch.from_numpy(at)).numpy()
         return found
-
-
-@dataclass(frozen=True, eq=False)
-class Pictures:
-    """Some examples as images, and what estimates of them would look like. Private: never part of a public page.
-
-    Attributes:
-        rows: Places in ``ids``, [m], the most exposed first.
-        images: uint8, [m, H, W] or [m, H, W, 3].
-        maps: PLIS, float32, [m, H, W], or None.
-        estimates: One draw of an unbiased estimate at the bound, the same with beliefs, and a blind guess, uint8
-            [m, 3, H, W] or [m, 3, H, W, 3], clipped to the images' range; None where the image is not private. The law
-            of the draw and of the beliefs stands in :mod:`torchfil.engine.saving.estimates`.
-        errors: Of each, in the unit of the inputs, float32 [m, 3]: root mean squares over private pixels (expected; of
-            this draw; of this guess), from 0 to ∞, NaN where not known; None where there are no estimates.
-        typical: How many of the examples, the last ones, lie next to the median of η̄.
-    """
-
-    rows: np.ndarray
-    images: np.ndarray
-    maps: np.ndarray | None = None
-    estimates: np.ndarray | None = None
-    errors: np.ndarray | None = None
-    typical: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +202,7 @@ class AttackRecord:
     blind: np.ndarray | None = None
 
 
-def checked_metrics(metrics: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+def checked_metrics(metrics: Mapping[str, object] | None) -> dict[str, Facts]:
     """What a model is good for, as ``SavedRun.about["metrics"]`` keeps it.
 
     Args:
@@ -270,7 +244,6 @@ class SavedRun(ArrowTable):
             each person has, where the unit is the person.
         attributes: Per-attribute errors, where they were tracked.
         groups: By grouping, [n] labels (strings) each.
-        pictures: Some examples as images.
         records: The attributes of the most exposed examples, and of typical ones, as they stand in the data.
         texts: The most exposed examples as words.
         history: Over training time: step [t], fil_median, fil_q95, fil_max [t]; may be empty.
@@ -282,14 +255,13 @@ class SavedRun(ArrowTable):
         baselines: How the data is spread; None where the data could not be read again.
     """
 
-    about: dict[str, Any]
+    about: Facts
     ids: ByExample
     columns: Mapping[str, np.ndarray]
     attributes: Attributes | None = None
     groups: Mapping[str, np.ndarray] = field(default_factory=dict)
-    pictures: Pictures | None = None
     history: dict[str, np.ndarray] = field(default_factory=dict)
-    bounds: dict[str, Any] = field(default_factory=dict)
+    bounds: Facts = field(default_factory=dict)
     attacks: list[AttackRecord] = field(default_factory=list)
     questions: list[QuestionRecord] = field(default_factory=list)
     texts: Texts | None = None
@@ -325,18 +297,14 @@ class SavedRun(ArrowTable):
             yield from ((f"{kind} {name!r}", values.shape, (n,)) for name, values in _unread(columns).items())
         if self.attributes is not None:
             yield "attributes: units", (len(self.attributes.units),), (k,)
-            for name, width in (("error", (n, k)), ("error_low", (n, k)), ("pixels", (k, 2))):
+            for name, width in (("error", (n, k)), ("error_low", (n, k))):
                 values = getattr(self.attributes, name)
                 yield f"attributes: {name}", width if values is None else values.shape, width
         for question in self.questions:
             for values in (question.divergence, question.divergence_high):
                 yield f"question {question.name!r}", values.shape, (n, len(question.answers))
 
-        # beside an image stand three estimates; a record has all attributes; a blind guess errs by public class
-        if self.pictures is not None and self.pictures.estimates is not None:
-            images, errors = self.pictures.images, self.pictures.errors
-            yield "pictures: estimates", self.pictures.estimates.shape, (len(images), 3, *images.shape[1:])
-            yield "pictures: errors", () if errors is None else errors.shape, (len(images), 3)
+        # a record has all attributes; a blind guess errs by public class
         if self.records is not None:
             yield "records: values", self.records.values.shape, (len(self.records.rows), k)
         if self.baselines is not None:
@@ -352,8 +320,6 @@ class SavedRun(ArrowTable):
 
     def _of_some(self) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
         """What has entries for some examples, by their rows: its name, the record, and the fields that hold them."""
-        if self.pictures is not None:
-            yield "pictures", self.pictures, ("images", "maps", "estimates", "errors")
         if self.records is not None:
             yield "records", self.records, ("values",)
         if self.texts is not None:
@@ -363,10 +329,6 @@ class SavedRun(ArrowTable):
 
     def _check_values(self) -> None:
         """No number that no run has: a rule must not hold because a value is absurd."""
-        if self.pictures is not None:
-            count, typical, errors = len(self.pictures.rows), self.pictures.typical, self.pictures.errors
-            require(typical in range(count + 1), f"pictures: {typical} of its {count} rows are typical")
-            require(errors is None or not bool((errors < 0).any()), "pictures: errors are below 0")
         for name in (name for name in _COLUMNS if name in self.columns):
             values = self.columns[name]
             wrong = np.flatnonzero(~(values >= 0) if name in _KNOWN_COLUMNS else values < 0)
@@ -378,14 +340,14 @@ class SavedRun(ArrowTable):
         return len(self.ids)
 
     def take(self, rows: np.ndarray | slice) -> SavedRun:
-        """Some of the examples, in memory, as if the run had no others; pictures, records and texts are left out.
+        """Some of the examples, in memory, as if the run had no others; records and texts are left out.
 
         Args:
             rows: Their places, ascending, or a slice.
         """
         places = np.arange(len(self))[rows]
 
-        def some(record: Any, names: Sequence[str], rows: Any = rows) -> dict[str, Any]:
+        def some(record: object, names: Sequence[str], rows: np.ndarray | slice = rows) -> dict[str, Any]:
             parts = {name: getattr(record, name) for name in names}
             return {name: values[rows] for name, values in parts.items() if values is not None}
 
@@ -402,7 +364,6 @@ class SavedRun(ArrowTable):
             columns={name: values[rows] for name, values in _unread(self.columns).items()},
             attributes=attributes,
             groups={name: values[rows] for name, values in _unread(self.groups).items()},
-            pictures=None,
             records=None,
             texts=None,
             attacks=attacks,
@@ -421,14 +382,19 @@ class SavedRun(ArrowTable):
         return coded(_unread(self.groups)[name])
 
     def column(self, name: str) -> np.ndarray:
-        """A column, [n].
+        """A column in double precision, [n].
 
         Raises:
             RunFileError: The run was saved without it.
         """
         if name not in self.columns:
             raise RunFileError(f"the run has no column {name!r}; it has {', '.join(self.columns) or 'none'}")
-        return self.columns[name]
+        return np.asarray(self.columns[name], dtype=np.float64)
+
+    @property
+    def lower_ends(self) -> np.ndarray:
+        """The lower ends of the MSE bounds, [n]; the bounds themselves where no ends were saved."""
+        return self.column("mse_bound_low" if "mse_bound_low" in self.columns else "mse_bound")
 
     def to_arrow(self) -> Any:
         """The table as a ``pyarrow.Table``: :func:`leakage_columns`."""
@@ -456,7 +422,7 @@ class SavedRun(ArrowTable):
             if len(fil):
                 bounds = "unbiased attackers, on average over runs"
                 lines.append(("FIL η̄", f"median {np.median(fil):.3g}, largest {fil.max():.3g} ({bounds})"))
-        names = ("attributes", "groups", "questions", "attacks", "pictures", "records", "texts", "baselines")
+        names = ("attributes", "groups", "questions", "attacks", "records", "texts", "baselines")
         kept = [name for name in names if getattr(self, name)]
         return [*lines, ("columns", ", ".join(self.columns)), ("also has", ", ".join(kept) or "nothing else")]
 
@@ -477,7 +443,7 @@ def status_of(run: SavedRun) -> np.ndarray:
     An example that no batch drew, or whose every step was skipped, has η̄ = 0 in the table; one run says nothing of it.
     """
     columns = run.columns
-    fil = np.asarray(run.column("fil"), dtype=np.float64)
+    fil = run.column("fil")
     unknown = np.isnan(fil)
     missed = np.asarray(columns.get("missed", np.zeros(len(fil))))
     if "participations" in columns:
@@ -542,17 +508,32 @@ _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     "dataset.input_range": ("two numbers", list),
 }
 _REFUTED = 0.001  # an audit refutes the claimed ε where its p-value is smaller
-_Positive, _Share = Annotated[float, Meta(ge=0)], Annotated[float, Meta(ge=0, le=1)]  # not NaN
-_Rate = msgspec.defstruct("_Rate", [("fpr", _Share), ("tpr", _Share), ("bound", _Share | None)])
-_AUDIT: Any = dict.fromkeys(("epsilon", "claimed", "ceiling", "num_canaries"), _Positive)
-_AUDIT |= dict.fromkeys(("delta", "confidence", "p_value"), _Share) | {"kind": str, "exceeds_claim": bool}
-_AUDIT |= {"by_method": dict[str, _Positive], "rates": list[_Rate]}  # type: ignore[valid-type]
-_Model: Any = msgspec.defstruct("_Model", [("not_smooth", list[str], [])])
-_Audit: Any = msgspec.defstruct("_Audit", _AUDIT.items())
-_About: Any = msgspec.defstruct("_About", [("audit", _Audit | None, None), ("model", _Model | None, None)])
 
 
-def value_at(values: Any, path: str) -> Any:
+@cache
+def _about_type() -> type:
+    """What is checked of an audit and of what is not smooth: which fields there are, and of what kind."""
+    import msgspec
+    from msgspec import Meta
+
+    positive, share = Annotated[float, Meta(ge=0)], Annotated[float, Meta(ge=0, le=1)]  # not NaN
+    rate = msgspec.defstruct("_Rate", [("fpr", share), ("tpr", share), ("bound", share | None)])
+    audit = msgspec.defstruct(
+        "_Audit",
+        [
+            *((name, positive) for name in ("epsilon", "claimed", "ceiling", "num_canaries")),
+            *((name, share) for name in ("delta", "confidence", "p_value")),
+            ("kind", str),
+            ("exceeds_claim", bool),
+            ("by_method", dict[str, positive]),  # type: ignore[valid-type]
+            ("rates", list[rate]),  # type: ignore[valid-type]
+        ],
+    )
+    model = msgspec.defstruct("_Model", [("not_smooth", list[str], [])])
+    return msgspec.defstruct("_About", [("audit", audit | None, None), ("model", model | None, None)])
+
+
+def value_at(values: object, path: str) -> Any:
     """A value in nested dicts by its path; None where it is not there.
 
     Example:
@@ -564,7 +545,7 @@ def value_at(values: Any, path: str) -> Any:
     return values
 
 
-def audited_epsilon(audit: Any) -> float:
+def audited_epsilon(audit: Facts) -> float:
     """The audited ε as readers see it: a lower bound, so rounded down to two digits, or to three above the claim.
 
     Example:
@@ -575,7 +556,7 @@ def audited_epsilon(audit: Any) -> float:
     return float(digits.create_decimal(f"{audit['epsilon']}"))
 
 
-def jumps_of(about: Mapping[str, Any]) -> str:
+def jumps_of(about: Facts) -> str:
     """What of a run's model is not smooth, in words; "": nothing is.
 
     Example:
@@ -586,7 +567,7 @@ def jumps_of(about: Mapping[str, Any]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _check_kinds(about: Mapping[str, Any]) -> None:
+def _check_kinds(about: Facts) -> None:
     """Raise for entries of another kind than whoever reads them expects; what is missing or None is fine."""
     for name, (expected, kinds) in _KINDS.items():
         value = value_at(about, name)
@@ -598,7 +579,9 @@ def _check_kinds(about: Mapping[str, Any]) -> None:
         require(fits, f"about: {name!r} is {value!r}, which is not {expected}")
     checked_metrics({name: (each["value"], each["on"]) for name, each in (about.get("metrics") or {}).items()})
     unit_of(about.get("mechanism") or {})
-    audit = msgspec.convert(about, _About).audit
+    from msgspec import convert  # not before a run is made
+
+    audit: Any = convert(about, _about_type()).audit
     fits = audit is None or audit.exceeds_claim == (audit.p_value < _REFUTED)
     require(fits, f"about: 'audit.exceeds_claim' is not what p_value < {_REFUTED} says; save the run again")
     points = np.asarray((about.get("linear") or {}).get("score_by_noise") or np.zeros((0, 2)))

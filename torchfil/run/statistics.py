@@ -152,38 +152,31 @@ def levels_of(
 
 
 def histogram(
-    values: np.ndarray, smallest: int, *, log: bool = True, fineness: float = 8, origin: float | None = None
+    values: np.ndarray, smallest: int, *, fineness: float = 8, origin: float | None = None
 ) -> Histogram | None:
-    """Counts on a grid that does not depend on single values; None where there are too few.
+    """Counts on a logarithmic grid that does not depend on single values; None where there are too few.
 
     Neighbouring bins are merged until each holds ``smallest`` values or more. With ``smallest`` > 1 the outer ends are
     not the grid's next to the least and the largest value, which would tell these: each outermost bin is laid around
-    the mean of its values, :func:`capped` as squared errors where ``log``.
+    the mean of its values, :func:`capped` as squared errors.
 
     Args:
         values: [n].
         smallest: The least count of a bin; counts are rounded to a multiple of it.
-        log: Whether the grid has ``fineness`` bins a factor of ten; otherwise about 5 · fineness bins in all or, with
-            ``smallest`` > 1 and an origin, between 0 and that: the range of the values would tell the outermost.
-        fineness: See ``log``.
+        fineness: Bins a factor of ten.
         origin: A point of the grid; a value that equals it is counted below it.
     """
     values = np.asarray(values, dtype=np.float64)
-    inside = values[np.isfinite(values) & ((values > 0) | (not log))]
+    inside = values[np.isfinite(values) & (values > 0)]
     if len(inside) < max(smallest, 1):
         return None
 
     # the grid: fixed steps from the origin, made wider only where there would be more than 400 bins; of outliers,
     # which would tell of themselves by the grid's width, a public one knows that they lie outside
-    power = 2 if log else 1
-    usual = capped(inside, smallest, power)
-    scaled, typical = (np.log10(inside), np.log10(usual)) if log else (inside, usual)
-    zero = 0.0 if origin is None else math.log10(origin) if log else origin
-    width = abs(origin) if origin and smallest > 1 else float(np.ptp(typical))
-    step = 1 / fineness if log else round_step(width / (5 * fineness))
-    step *= max(1, math.ceil(float(np.ptp(typical)) / step / 400))
+    zero, usual = math.log10(origin) if origin else 0.0, np.log10(capped(inside, smallest, 2))
+    step = max(1, math.ceil(float(np.ptp(usual)) * fineness / 400)) / fineness
     # bins are closed at the right
-    places = np.ceil((scaled - zero) / step - 1e-9).clip(-(2.0**40), 2.0**40).astype(np.int64) - 1
+    places = np.ceil((np.log10(inside) - zero) / step - 1e-9).clip(-(2.0**40), 2.0**40).astype(np.int64) - 1
     places = np.clip(places, np.median(places) - 400, np.median(places) + 400).astype(np.int64)
     edges, merged = _merged_bins(places, smallest)
 
@@ -191,13 +184,13 @@ def histogram(
     if smallest > 1:
         if len(merged) < 2:
             return None
-        ends = [capped(inside[rows], smallest, power) for rows in (places < edges[1], places >= edges[-2])]
-        below, above = ((float((np.log10(end) if log else end).mean()) - zero) / step for end in ends)
+        ends = [capped(inside[rows], smallest, 2) for rows in (places < edges[1], places >= edges[-2])]
+        below, above = ((float(np.log10(end).mean()) - zero) / step for end in ends)
         edges[0] = min(math.floor(2 * below - edges[1]), edges[1] - 1)
         end = max(math.ceil(2 * above - edges[-2]), edges[-2] + 1)
         edges[-1] = min(end, 0) if origin is not None and edges[-1] <= 0 else end
 
-    points = [10 ** (zero + edge * step) if log else zero + edge * step for edge in edges]
+    points = [10 ** (zero + edge * step) for edge in edges]
     outside = rounded_count(len(values) - len(inside), smallest)
     return Histogram(points, [rounded_count(count, smallest) for count in merged], outside)
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import DTypeLike
 from pyarrow import parquet
 
 from torchfil.utils.errors import require
@@ -34,7 +35,7 @@ class ColumnFile(parquet.ParquetFile):
         ValueError: The columns take more, or are packed as torchfil packs none.
     """
 
-    def __init__(self, source: Any, texts: Sequence[str], **options: Any) -> None:
+    def __init__(self, source: pa.NativeFile, texts: Sequence[str], **options: bool) -> None:
         super().__init__(source, read_dictionary=list(texts), **options)
         self._claimed, needed = set[str](), 0
         for number in range(self.num_row_groups):
@@ -97,7 +98,7 @@ class StoredArray:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[:], dtype=dtype)
 
     def __getitem__(self, key: Any) -> Any:
@@ -119,18 +120,18 @@ class StoredArray:
         before = np.cumsum([0, *np.diff(self._starts)[groups]])[number.reshape(rows.shape)]
         return groups, rows - self._starts[group_of] + before
 
-    def _read(self, groups: Sequence[int] | np.ndarray | range, names: Any) -> np.ndarray:
+    def _read(self, groups: Sequence[int] | np.ndarray | range, names: str | np.ndarray) -> np.ndarray:
         """These row groups of one column, [rows], or of several, [rows, columns]."""
         if isinstance(names, str):
             return _as_numpy(self._read_arrow(groups, names))
         columns = [_as_numpy(self._read_arrow(groups, name)) for name in names]
         return np.stack(columns, axis=1) if columns else np.empty((len(self), 0), self.dtype)
 
-    def _read_arrow(self, groups: Sequence[int] | np.ndarray | range, name: str) -> Any:
+    def _read_arrow(self, groups: Sequence[int] | np.ndarray | range, name: str) -> pa.ChunkedArray:
         """These row groups of a column, as a ``pyarrow.ChunkedArray``; a page that is damaged raises an error."""
         return self._file.read_row_groups([int(group) for group in groups], columns=[name]).column(name)
 
-    def cells(self, rows: np.ndarray, kind: Any) -> list[Any]:
+    def cells(self, rows: np.ndarray, kind: pa.DataType) -> list[Any]:
         """A column's cells of these different rows, as Python's values of this Arrow type; none may be empty."""
         require(len(np.unique(rows)) == len(rows), f"column {self._names!r} has an entry for one example twice")
         groups, places = self._groups_with(np.arange(len(self))[rows])
@@ -138,11 +139,11 @@ class StoredArray:
         _check_not_empty(column)
         return column.to_pylist()
 
-    def whole(self) -> Any:
+    def whole(self) -> pa.ChunkedArray:
         """A column as a ``pyarrow.ChunkedArray``."""
         return self._read_arrow(range(len(self._starts) - 1), self._names)
 
-    def not_empty(self, kind: Any) -> tuple[np.ndarray, np.ndarray]:
+    def not_empty(self, kind: pa.DataType) -> tuple[np.ndarray, np.ndarray]:
         """The rows in which a column's cells are not empty, [m], and their values of this Arrow type, [m]."""
         column = self.whole().cast(kind)
         return np.flatnonzero(column.is_valid().to_numpy()), column.drop_null().to_numpy()
@@ -168,7 +169,7 @@ def coded(labels: np.ndarray | StoredArray) -> tuple[np.ndarray, np.ndarray]:
     return _sorted_codes(pa.chunked_array([as_texts(labels).tolist()], pa.string()).dictionary_encode())
 
 
-def _sorted_codes(column: Any) -> tuple[np.ndarray, np.ndarray]:
+def _sorted_codes(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
     """Of a column of dictionary-coded texts: the texts that occur, sorted, and the place of each row's among them."""
     chunks = column.unify_dictionaries().chunks
     if not chunks:
@@ -183,7 +184,7 @@ def _sorted_codes(column: Any) -> tuple[np.ndarray, np.ndarray]:
     return levels[order], place[codes]
 
 
-def _as_numpy(column: Any) -> np.ndarray:
+def _as_numpy(column: pa.ChunkedArray) -> np.ndarray:
     """A column without empty cells, [rows]."""
     _check_not_empty(column)
     if pa.types.is_dictionary(column.type):
@@ -194,5 +195,5 @@ def _as_numpy(column: Any) -> np.ndarray:
     return column.to_numpy()
 
 
-def _check_not_empty(column: Any) -> None:
+def _check_not_empty(column: pa.ChunkedArray) -> None:
     require(not column.null_count, f"{column.null_count:,} cells are empty that hold a value in every run")

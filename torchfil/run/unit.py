@@ -8,6 +8,8 @@ from typing import Any
 
 from torchfil.utils.errors import require
 
+Facts = dict[str, Any]  # JSON values by name
+
 
 def plural(word: str) -> str:
     """The plural of an English word.
@@ -62,13 +64,14 @@ class Unit:
         return sentence
 
 
-def unit_of(facts: dict[str, Any]) -> Unit:
+def unit_of(facts: Facts) -> Unit:
     """The unit that a saved run's mechanism tells; an example where it does not.
 
     Raises:
         ValueError: It is none of these, or is not called by two words.
     """
-    kind, names = facts.get("unit") or "example", tuple(facts.get("unit_names") or ("person", "row"))
+    kind: str = facts.get("unit") or "example"
+    names = tuple(facts.get("unit_names") or ("person", "row"))
     require(kind in ("example", "owner", "row"), f"unit={kind!r} must be 'example', 'owner' or 'row'")
     words = [isinstance(name, str) and re.fullmatch(r"\w[\w -]{0,39}", name) for name in names]
     require(len(words) == 2 and all(words), f"unit_names={names!r} must be two words: for a person, and for a row")

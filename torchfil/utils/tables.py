@@ -34,7 +34,7 @@ class ArrowTable:
             raise ImportError("to_polars needs Polars: pip install polars") from error
         return polars.from_arrow(self.to_arrow())
 
-    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+    def __arrow_c_stream__(self, requested_schema: object = None) -> Any:
         return self.to_arrow().__arrow_c_stream__(requested_schema)
 
 
@@ -71,7 +71,7 @@ def _frame() -> type[Any]:
     return LeakageFrame
 
 
-def as_table(names: Sequence[Hashable], columns: Mapping[str, Any], *, index_name: str = "id") -> Any:
+def as_table(names: Sequence[Hashable], columns: Mapping[str, object], *, index_name: str = "id") -> Any:
     """A pandas DataFrame indexed by the names, or :class:`Columns` if pandas is not installed; both ArrowTables.
 
     Args:

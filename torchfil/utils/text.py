@@ -96,7 +96,7 @@ def write_csv_parts(path: str | os.PathLike[str], parts: Iterable[Columns], *, d
             writer.write_table(table)
 
 
-def _cells(values: Sequence[Any] | np.ndarray, digits: int | None) -> Any:
+def _cells(values: Sequence[object] | np.ndarray, digits: int | None) -> Any:
     """An Arrow array of numbers, of which NaN are empty, or of inert texts."""
     import pyarrow as pa
 
@@ -152,7 +152,7 @@ def html_table(caption: str, rows: Iterable[Sequence[str]], header: Sequence[str
     return f"<table><caption>{html.escape(caption)}</caption>{head}<tbody>{body}</tbody></table>"
 
 
-def json_ready(value: Any, *, for_people: bool = False) -> Any:
+def json_ready(value: object, *, for_people: bool = False) -> Any:
     """The same in JSON's own types; anything else as text.
 
     Args:

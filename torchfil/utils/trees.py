@@ -108,7 +108,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return pytree.tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
 
 
-def concatenated(trees: Sequence[Any]) -> Any:
+def concatenated(trees: Sequence[object]) -> Any:
     """Several trees of one structure as one: their tensors one after the other, everything else from the first.
 
     Example:
@@ -121,7 +121,7 @@ def concatenated(trees: Sequence[Any]) -> Any:
     return map_tensors(lambda _: next(joined), trees[0])
 
 
-def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+def flattened(tree: object) -> tuple[list[Any], pytree.TreeSpec]:
     """Leaves and structure from torch's pytrees, with which new dataclasses and UserDicts are registered.
 
     Example:

@@ -1,4 +1,4 @@
-"""Pictures of leakage: which pixels, which examples, which columns, how many examples.
+"""Pictures of leakage: which pixels, which examples, how many examples.
 
 Pure functions of arrays (numpy or torch, any device) that return a matplotlib figure. They do not add to pyplot's list
 of open figures, so nothing needs closing. Notebooks show the figure, and it has ``savefig``. Needs matplotlib:
@@ -7,6 +7,6 @@ of open figures, so nothing needs closing. Notebooks show the figure, and it has
 The pictures show private examples and numbers that depend on them: keep them as confidential as the examples.
 """
 
-from torchfil.viz.pictures import bar_chart, distribution, gallery, show_map
+from torchfil.viz.pictures import distribution, gallery, show_map
 
-__all__ = ["bar_chart", "distribution", "gallery", "show_map"]
+__all__ = ["distribution", "gallery", "show_map"]

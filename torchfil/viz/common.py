@@ -6,9 +6,10 @@ import io
 import re
 import textwrap
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from torchfil.utils.errors import installed_by, require
@@ -16,12 +17,12 @@ from torchfil.utils.errors import installed_by, require
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-POSITIVE, NEGATIVE = "#E08214", "#8073AC"  # the orange and the purple of ColorBrewer's PuOr, as in signed maps
+Values = Tensor | ArrayLike  # one array, as a sequence, of numpy or of torch on any device
 NEUTRAL = "#4D4D4D"
 
 
 @cache
-def _figure_class() -> Any:
+def _figure_class() -> type[Figure]:
     """A figure outside pyplot's list that notebooks show even if pyplot was never imported."""
     with installed_by("report", "pictures need matplotlib"):
         from matplotlib.figure import Figure
@@ -35,12 +36,12 @@ def _figure_class() -> Any:
     return NotebookFigure
 
 
-def new_figure(width: float, height: float, layout: str) -> Figure:
+def new_figure(width: float, height: float, layout: Literal["constrained", "compressed"]) -> Figure:
     """An empty figure of width × height inches, outside pyplot's list."""
     return _figure_class()(figsize=(width, height), layout=layout)
 
 
-def as_array(values: Any) -> np.ndarray:
+def as_array(values: object) -> np.ndarray:
     """Values as a numpy array of the same dtype (half precision: float64), detached, on the CPU."""
     if isinstance(values, Tensor):
         values = values.detach().cpu()
@@ -50,7 +51,7 @@ def as_array(values: Any) -> np.ndarray:
     return np.asarray(values)
 
 
-def as_finite(values: Any, name: str) -> np.ndarray:
+def as_finite(values: object, name: str) -> np.ndarray:
     """Values as float64; NaN and infinity are refused."""
     array = as_array(values).astype(np.float64)
     bad = np.argwhere(~np.isfinite(array)).tolist()
@@ -58,7 +59,7 @@ def as_finite(values: Any, name: str) -> np.ndarray:
     return array
 
 
-def as_vector(values: Any, name: str, length: int | None = None, *, infinite: bool = False) -> np.ndarray:
+def as_vector(values: object, name: str, length: int | None = None, *, infinite: bool = False) -> np.ndarray:
     """Values as float64 of shape [length], at least one; NaN is refused, and so is infinity unless ``infinite``."""
     array = as_array(values).astype(np.float64)
     vector = array.ndim == 1 and array.size > 0

@@ -1,4 +1,4 @@
-"""Pictures: attributions over images, galleries, columns of a table as bars, examples as a cumulative distribution."""
+"""Pictures: attributions over images, galleries, examples as a cumulative distribution."""
 
 from __future__ import annotations
 
@@ -7,70 +7,49 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from torch import Tensor
 
 from torchfil.utils.errors import require
-from torchfil.viz.common import (
-    NEGATIVE,
-    NEUTRAL,
-    POSITIVE,
-    as_array,
-    as_finite,
-    as_vector,
-    new_figure,
-    plain_number,
-    wrapped,
-)
+from torchfil.viz.common import NEUTRAL, Values, as_array, as_finite, as_vector, new_figure, plain_number, wrapped
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Mode = Literal["absolute", "signed"]
-View = Literal["image", "map", "overlay"]
-NAME_WIDTH = 36  # characters
+Style = dict[str, Any]  # options of matplotlib
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
 STYLES = ("-", "--", "-.", ":")
 
 
 def show_map(
-    image: Any,
-    attribution: Any,
+    image: Values,
+    attribution: Values,
     *,
     mode: Mode = "absolute",
-    views: Sequence[View] = ("image", "map", "overlay"),
-    outlier_percentile: float = 2.0,
-    limit: float | None = None,
-    alpha: float = 0.8,
     label: str = "PLIS",
     title: str | None = None,
-    colour_bar: bool = True,
-    axes: Axes | Sequence[Axes] | None = None,
+    axis: Axes | None = None,
 ) -> Figure:
     """One image, the map of an attribution such as its PLIS, and the map drawn over the image.
 
     Channels are combined per pixel. ``absolute`` shows their 2-norm, which is the pixel's PLIS (the norm over its
     coordinates), from pale to dark. ``signed`` shows their sum, the change of the privacy loss when all channels of
-    the pixel rise together: orange raises it, purple lowers it, white is zero.
+    the pixel rise together: orange raises it, purple lowers it, white is zero. The largest 2 % of the non-zero
+    magnitudes may saturate; the colour bar then has a pointed end.
 
     The overlay is the map over a pale grey copy of the image. A pixel's opacity grows with the root of its magnitude,
-    up to ``alpha``, so the image stays visible where nothing leaks. Read values from the map and places from the
-    overlay.
+    so the image stays visible where nothing leaks. Read values from the map and places from the overlay.
 
     Args:
         image: [H, W], [C, H, W] or [H, W, C] with C 1 or 3; if both readings fit, channels come first. Bytes and
             values within [0, 1] are shown unchanged; other values are scaled so that their range becomes [0, 1].
         attribution: The same shape as the image, or [H, W]; NaN marks what is not private, and is left blank.
         mode: "absolute" or "signed".
-        views: What to draw, from left to right.
-        outlier_percentile: This share, in percent, of the largest non-zero magnitudes may saturate; the colour bar
-            then has a pointed end.
-        limit: The magnitude at which the colours saturate, instead of ``outlier_percentile``. To compare figures, give
-            all of them the same limit.
-        alpha: The opacity of the strongest pixels of the overlay, in (0, 1].
         label: The name of the attribution.
-        title: The figure's title; with ``axes``, the title of the first one.
-        colour_bar: Whether to draw a colour bar next to the maps.
-        axes: Axes to draw in, one per view; None: a new figure's.
+        title: The figure's title.
+        axis: Where to draw the map alone, without a colour bar; None: all three in a new figure.
 
     Returns:
         The figure.
@@ -80,53 +59,46 @@ def show_map(
         A map of zeros is drawn as zeros.
 
     Example:
-        >>> figure = show_map(np.eye(4), np.diag([1.0, -2.0, 0.0, 3.0]), mode="signed", views=["overlay"])
-        >>> figure.axes[0].images[-1].get_clim()
+        >>> figure = show_map(np.eye(4), np.diag([1.0, -2.0, 0.0, 3.0]), mode="signed")
+        >>> figure.axes[2].images[-1].get_clim()
         (-3.0, 3.0)
     """
-    titles = {"image": "image", "map": f"|{label}|" if mode == "absolute" else label, "overlay": "overlay"}
+    name = f"|{label}|" if mode == "absolute" else label
     picture, heat = _pair(image, attribution, mode)
-    scale = _limit(heat, outlier_percentile, limit)
-
-    if axes is None:
-        figure = new_figure(2.6 * len(views) + 1.2 * colour_bar, 3.0 + 0.3 * (title is not None), "compressed")
-        drawn = list(figure.subplots(1, len(views), squeeze=False)[0])
-        if title is not None:
-            figure.suptitle(title)
-    else:
-        drawn = list(np.ravel(np.asarray(axes, dtype=object)))
-        figure = drawn[0].figure.figure
-
-    for axis, view in zip(drawn, views, strict=True):
-        axis.set_title(titles[view])
+    scale = _limit(heat)
+    colours = _colours(mode, scale)
+    if axis is not None:
         _bare(axis)
-        if view == "image":
-            _draw_image(axis, picture)
-        elif view == "map":
-            axis.imshow(np.clip(heat, -scale, scale), **_colours(mode, scale))
-        else:
-            _draw_overlay(axis, picture, heat, mode, scale, alpha)
-    if axes is not None and title is not None:
-        drawn[0].set_title(title)
+        axis.imshow(np.clip(heat, -scale, scale), **colours)
+        return axis.figure.figure
 
-    maps = [axis for axis, view in zip(drawn, views, strict=True) if view != "image"]
-    if colour_bar and maps:
-        _draw_colour_bar(figure, maps, heat, mode, scale, titles["map"])
+    figure = new_figure(9.0, 3.0 + 0.3 * (title is not None), "compressed")
+    of_image, of_map, of_overlay = axes = figure.subplots(1, 3)
+    for each, text in zip(axes, ("image", name, "overlay"), strict=True):
+        each.set_title(text)
+        _bare(each)
+    _draw_image(of_image, picture)
+    drawn = of_map.imshow(np.clip(heat, -scale, scale), **colours)
+    _draw_overlay(of_overlay, picture, heat, scale, colours)
+    if title is not None:
+        figure.suptitle(title)
+
+    ends = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}
+    extend = ends[bool((heat < -scale).any()), bool((heat > scale).any())]
+    text, ticks = (name, None) if scale else (f"{name} (zero everywhere)", [0.0])
+    figure.colorbar(drawn, ax=list(axes[1:]), extend=extend, label=text, ticks=ticks).ax.set_label("colour bar")
     return figure
 
 
 def gallery(
-    images: Any,
-    scores: Any,
+    images: Tensor | np.ndarray | Sequence[Values],
+    scores: Values,
     *,
-    attributions: Any = None,
+    attributions: Tensor | np.ndarray | Sequence[Values] | None = None,
     ids: Iterable[Hashable] | None = None,
     count: int = 8,
     label: str = "score",
     higher: Literal["more exposed", "less exposed"] = "more exposed",
-    mode: Mode = "absolute",
-    outlier_percentile: float = 2.0,
-    alpha: float = 0.8,
     title: str | None = None,
 ) -> Figure:
     """The most and the least exposed examples, each row from the most extreme, with scores above and ids below.
@@ -134,15 +106,12 @@ def gallery(
     Args:
         images: n images, each as in :func:`show_map`: [n, ...] or a sequence.
         scores: [n]; infinity is allowed.
-        attributions: n maps; each is drawn over its image in a row below, as in :func:`show_map`. The colours of each
-            overlay saturate at its own limit: they show where an example leaks, and its score shows how much.
+        attributions: n maps; each is drawn over its image in a row below, as in :func:`show_map` with "absolute". The
+            colours of each overlay saturate at its own limit: they show where an example leaks, and its score how much.
         ids: n names; None: 0 … n−1.
         count: The largest number of examples in a row.
         label: The name of the score and of the attribution.
         higher: Whether a higher score means more exposed (PLIS, FIL) or less (a bound on the attacker's error).
-        mode: As in :func:`show_map`.
-        outlier_percentile: As in :func:`show_map`.
-        alpha: As in :func:`show_map`.
         title: The figure's title.
 
     Returns:
@@ -184,24 +153,23 @@ def gallery(
             if attributions is None:
                 _draw_image(cells[0], _picture(as_array(images[row]), "images[i]"))
             else:
-                picture, heat = _pair(images[row], attributions[row], mode)
+                picture, heat = _pair(images[row], attributions[row], "absolute")
                 _draw_image(cells[0], picture)
-                _draw_overlay(cells[1], picture, heat, mode, _limit(heat, outlier_percentile, None), alpha)
+                _draw_overlay(cells[1], picture, heat, _limit(heat), _colours("absolute", _limit(heat)))
             cells[0].set_title(plain_number(values[row]), fontsize="small", pad=3)
-            small: dict[str, Any] = {"fontsize": "x-small", "color": "0.35", "labelpad": 2, "parse_math": False}
-            cells[-1].set_xlabel(wrapped(str(names[row]), 15), **small)
+            name = wrapped(str(names[row]), 15)
+            cells[-1].set_xlabel(name, fontsize="x-small", color="0.35", labelpad=2, parse_math=False)
         first = grid[stride * block : stride * block + height, 0]
         first[0].set_ylabel(text, fontsize="small")
         if attributions is not None:
-            first[1].set_ylabel(f"|{label}|" if mode == "absolute" else label, fontsize="small")
+            first[1].set_ylabel(f"|{label}|", fontsize="small")
 
     if attributions is not None:
-        key = "darker: larger" if mode == "absolute" else "orange: positive, purple: negative"
-        figure.supxlabel(f"{key}; each overlay on its own scale", fontsize="x-small", color="0.35")
+        figure.supxlabel("darker: larger; each overlay on its own scale", fontsize="x-small", color="0.35")
     return figure
 
 
-def _pair(image: Any, attribution: Any, mode: str) -> tuple[np.ndarray, np.ndarray]:
+def _pair(image: Values, attribution: Values, mode: str) -> tuple[np.ndarray, np.ndarray]:
     """The image for display, [H, W] or [H, W, 3], and the attribution with its channels combined, [H, W].
 
     A pixel without a private channel is NaN.
@@ -246,16 +214,13 @@ def _channels_first(shape: tuple[int, ...]) -> bool:
     return len(shape) == 3 and shape[0] in (1, 3)
 
 
-def _limit(heat: np.ndarray, outlier_percentile: float, limit: float | None) -> float:
+def _limit(heat: np.ndarray) -> float:
     """The magnitude at which colours saturate; 0 for a map of zeros."""
-    if limit is not None:
-        require(0 < limit < np.inf, f"limit={limit} must be positive and finite; leave it out to take it from the map")
-        return float(limit)
     magnitudes = np.abs(heat[np.isfinite(heat) & (heat != 0)])
-    return float(np.percentile(magnitudes, 100 - outlier_percentile, method="higher")) if magnitudes.size else 0.0
+    return float(np.percentile(magnitudes, 98, method="higher")) if magnitudes.size else 0.0
 
 
-def _colours(mode: str, scale: float) -> dict[str, Any]:
+def _colours(mode: str, scale: float) -> Style:
     """How imshow draws a map: pale or white is zero, in both modes, and darker is more.
 
     magma is perceptually uniform; its black end is left out, because over a grey image black would look like the image.
@@ -273,24 +238,11 @@ def _draw_image(axis: Axes, picture: np.ndarray) -> None:
     axis.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
 
 
-def _draw_overlay(axis: Axes, picture: np.ndarray, heat: np.ndarray, mode: str, scale: float, alpha: float) -> None:
+def _draw_overlay(axis: Axes, picture: np.ndarray, heat: np.ndarray, scale: float, colours: Style) -> None:
     grey = picture.mean(axis=-1) if picture.ndim == 3 else picture
     axis.imshow(0.7 + 0.3 * grey, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     shown = np.clip(np.nan_to_num(heat), -scale, scale)
-    axis.imshow(shown, alpha=alpha * np.sqrt(np.abs(shown) / (scale or 1.0)), **_colours(mode, scale))
-
-
-def _draw_colour_bar(figure: Figure, axes: list[Axes], heat: np.ndarray, mode: str, scale: float, name: str) -> None:
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    colours = _colours(mode, scale)
-    ends = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}
-    extend = ends[bool((heat < -scale).any()), bool((heat > scale).any())]
-    label, ticks = (name, None) if scale else (f"{name} (zero everywhere)", [0.0])
-    drawn = ScalarMappable(Normalize(colours["vmin"], colours["vmax"]), colours["cmap"])
-    bar = figure.colorbar(drawn, ax=axes, extend=extend, label=label, ticks=ticks)
-    bar.ax.set_label("colour bar")
+    axis.imshow(shown, alpha=0.8 * np.sqrt(np.abs(shown) / (scale or 1.0)), **colours)
 
 
 def _bare(axis: Axes) -> None:
@@ -299,83 +251,11 @@ def _bare(axis: Axes) -> None:
     axis.set_yticks([])
 
 
-# ------------------------------------------------------------------ charts of scores
-
-
-def bar_chart(
-    values: Any,
-    names: Iterable[Hashable],
-    *,
-    errors: Any = None,
-    intervals: Any = None,
-    top: int = 20,
-    sort: bool = True,
-    title: str | None = None,
-    label: str = "value",
-    unit: str | None = None,
-) -> Figure:
-    """Horizontal bars, one per column of a table, the largest magnitude on top.
-
-    Positive bars are orange and negative ones purple, as in signed maps.
-
-    Args:
-        values: [n].
-        names: n names, never cut off: long ones are wrapped.
-        errors: [n], half the length of each whisker, such as a standard error; or give ``intervals``.
-        intervals: [n, 2], the ends of each whisker, around its value; or give ``errors``.
-        top: The largest number of bars; a last line says how many are left out, and their largest magnitude.
-        sort: Whether to order by magnitude; if not, the first ``top`` are shown in the given order.
-        title: The figure's title.
-        label: The name of the value.
-        unit: Its unit, shown after the name.
-
-    Returns:
-        The figure.
-    """
-    heights = as_vector(values, "values")
-    texts = [wrapped(str(name), NAME_WIDTH) for name in names]
-    require(len(texts) == len(heights), f"names has {len(texts)} entries for {len(heights)} values; give one each")
-    whiskers = _whiskers(heights, errors, intervals)
-
-    order = np.argsort(-np.abs(heights), kind="stable") if sort else np.arange(len(heights))
-    shown, rest = order[:top], order[top:]
-    labels = [texts[i] for i in shown]
-    if len(rest):
-        bound = "within ±" if bool((heights[rest] < 0).any()) else "at most "
-        labels.append(f"… {len(rest)} more, each {bound}{plain_number(float(np.abs(heights[rest]).max()))}")
-
-    # make room for every line of a wrapped name
-    tops = np.cumsum([0] + [1 + text.count("\n") for text in labels])
-    longest = max(len(line) for text in labels for line in text.split("\n"))
-    figure = new_figure(4.5 + 0.08 * longest, 1.1 + 0.24 * tops[-1] + 0.3 * (title is not None), "constrained")
-    axis = figure.subplots()
-    places = (tops[:-1] + tops[1:]) / 2  # a wrapped name gets the room of its lines
-    rows = places[: len(shown)]
-
-    axis.barh(rows, heights[shown], height=0.7, color=[POSITIVE if heights[i] >= 0 else NEGATIVE for i in shown])
-    if whiskers is not None:
-        axis.errorbar(heights[shown], rows, None, whiskers[:, shown], "none", ecolor=NEUTRAL, capsize=2.5, linewidth=1)
-
-    axis.set_yticks(places, labels, parse_math=False)
-    axis.tick_params(axis="y", length=0)
-    axis.set_ylim(tops[-1] + 0.1, -0.1)
-    axis.axvline(0, color=NEUTRAL, linewidth=0.8)
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.set_xlabel(label if unit is None else f"{label} ({unit})")
-    if len(rest):
-        axis.get_yticklabels()[-1].set(color=NEUTRAL, style="italic")
-    if not heights[shown].any() and whiskers is None:
-        axis.set_xticks([0.0])
-    else:
-        axis.locator_params(axis="x", nbins=7)
-        axis.ticklabel_format(axis="x", style="sci", scilimits=(-3, 4))
-    if title is not None:
-        figure.suptitle(title)
-    return figure
+# ------------------------------------------------------------------ the distribution of scores
 
 
 def distribution(
-    values: Any,
+    values: Values,
     *,
     groups: Iterable[Hashable] | None = None,
     threshold: float | None = None,
@@ -418,7 +298,7 @@ def distribution(
 
     figure = new_figure(6.4, 4.0, "constrained")
     axis = figure.subplots()
-    entries: list[tuple[Any, str]] = []
+    entries: list[tuple[Artist, str]] = []
     ends = float(scores[drawable].min()), float(scores[drawable].max())
     for i, kind in enumerate(kinds):
         own = np.sort(scores[[member == kind for member in members]])
@@ -441,9 +321,7 @@ def distribution(
     return figure
 
 
-def _curve(
-    axis: Axes, scores: np.ndarray, ends: tuple[float, float], log: bool, style: dict[str, Any]
-) -> tuple[Any, str]:
+def _curve(axis: Axes, scores: np.ndarray, ends: tuple[float, float], log: bool, style: Style) -> tuple[Artist, str]:
     """Draw the distribution of ascending scores from end to end of the axis; return the curve and its legend notes."""
     inside = np.isfinite(scores) & ((scores > 0) | (not log))
     below, above = int((scores < ends[0]).sum()), int(np.isposinf(scores).sum())  # left and right of the axis
@@ -458,22 +336,10 @@ def _curve(
     return curve, ", ".join(notes)
 
 
-def _draw_legend(figure: Figure, entries: list[tuple[Any, str]]) -> None:
+def _draw_legend(figure: Figure, entries: list[tuple[Artist, str]]) -> None:
     handles, numbers = [handle for handle, _ in entries], [str(i) for i in range(len(entries))]
     place: Any = "outside right upper" if len(entries) > 4 else "outside upper left"
     legend = figure.legend(handles, numbers, loc=place, frameon=False, fontsize="small")
     for text, (_, content) in zip(legend.get_texts(), entries, strict=True):
         text.set_parse_math(False)
         text.set_text(content)  # set afterwards: matplotlib hides labels that start with an underscore
-
-
-def _whiskers(heights: np.ndarray, errors: Any, intervals: Any) -> np.ndarray | None:
-    """Distances from the values down and up to the ends of the whiskers, [2, n]."""
-    require(errors is None or intervals is None, "errors and intervals both set the whiskers; pass one of them")
-    if errors is not None:
-        return np.stack([as_vector(errors, "errors", len(heights))] * 2)
-    if intervals is None:
-        return None
-    ends, wanted = as_finite(intervals, "intervals"), [len(heights), 2]
-    require(list(ends.shape) == wanted, f"intervals must have shape {wanted}, low and high, got {list(ends.shape)}")
-    return np.stack([heights - ends[:, 0], ends[:, 1] - heights])

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard, TypeVar
 
 import torch
 from opacus.accountants import IAccountant
@@ -36,8 +36,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils import _pytree as pytree
 
 from torchfil.engine.assembly import PrivateTraining
-from torchfil.engine.distributed.content import check_content
 from torchfil.engine.distributed.ranks import Ranks, is_sharded, part_like
+from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.run import weights_in_words
 from torchfil.engine.saving.data import data_fingerprint
 from torchfil.fisher.amplification import name_of_amplification
@@ -45,6 +45,10 @@ from torchfil.utils.errors import CheckpointError, all_or_nothing, require
 from torchfil.utils.files import atomic_write_checked, check_checksum, check_regular, write_bytes
 from torchfil.utils.noise import preserve_rng, random_state, set_random_state
 
+State = dict[str, Any]  # as torch saves it: tensors and plain values by name
+FilePlace = str | os.PathLike[str] | IO[bytes]
+Keep = Callable[[str, object], object]
+Result = TypeVar("Result")
 _LATEST = "latest"
 _PREFIX = "checkpoint-"
 _STATE, _RANDOM = "fil_engine_state_dict", "random_state"
@@ -59,7 +63,7 @@ _DIFFERENCES = {  # settings whose values say nothing
 # ---------------------------------------------------------------------- files
 
 
-def write_file(path: str | os.PathLike[str] | IO[bytes], content: dict[str, Any], **options: Any) -> None:
+def write_file(path: FilePlace, content: Mapping[str, object], **options: Any) -> None:
     """``torch.save`` to a file that gets a checksum and replaces an earlier one only when complete.
 
     Args:
@@ -71,7 +75,7 @@ def write_file(path: str | os.PathLike[str] | IO[bytes], content: dict[str, Any]
         torch.save(content, file, **options)
 
 
-def read_file(path: str | os.PathLike[str] | IO[bytes], **options: Any) -> dict[str, Any]:
+def read_file(path: FilePlace, **options: Any) -> State:
     """The content that :func:`write_file` has written: only tensors and plain values; safe on files from others.
 
     Guarantees:
@@ -118,7 +122,7 @@ def read_file(path: str | os.PathLike[str] | IO[bytes], **options: Any) -> dict[
 # ---------------------------------------------------------------------- folders
 
 
-def is_folder(path: Any) -> bool:
+def is_folder(path: object) -> TypeGuard[str | os.PathLike[str]]:
     """Whether a path names a folder: an existing one, or a name that ends with a slash.
 
     Example:
@@ -130,7 +134,7 @@ def is_folder(path: Any) -> bool:
     return os.fspath(path).endswith(("/", os.sep)) or Path(path).is_dir()
 
 
-def write_folder(path: str | os.PathLike[str], tree: Mapping[str, Any], ranks: Ranks | None) -> None:
+def write_folder(path: str | os.PathLike[str], tree: Mapping[str, object], ranks: Ranks | None) -> None:
     """Write a tree of tensors and plain values as a folder's latest checkpoint (collective).
 
     Args:
@@ -143,7 +147,7 @@ def write_folder(path: str | os.PathLike[str], tree: Mapping[str, Any], ranks: R
     new = folder / (name if ranks is None else ranks.objects(name)[0])
     pieces: dict[str, tuple[int, int, Tensor]] = {}  # by the tensor's name: place and dimension of this rank's shard
 
-    def rest(place: Any, leaf: Any) -> Any:
+    def rest(place: pytree.KeyPath, leaf: object) -> object:
         if not isinstance(leaf, DTensor):
             return leaf
         *copies, number = leaf.device_mesh.get_coordinate() or ()
@@ -171,9 +175,7 @@ def write_folder(path: str | os.PathLike[str], tree: Mapping[str, Any], ranks: R
             _remove_others(folder)
 
 
-def read_folder(
-    path: str | os.PathLike[str], ranks: Ranks | None = None, keep: Callable[[str, Any], Any] = lambda _, leaf: leaf
-) -> dict[str, Any]:
+def read_folder(path: str | os.PathLike[str], ranks: Ranks | None = None, keep: Keep = lambda _, leaf: leaf) -> State:
     """The latest checkpoint of a folder, on the CPU (collective).
 
     Args:
@@ -187,7 +189,7 @@ def read_folder(
         CheckpointError: There is no complete checkpoint, or it was changed after it was written.
     """
 
-    def read() -> Any:
+    def read() -> State:
         latest = Path(path) / _LATEST
         require(latest.exists(), "it holds no complete checkpoint: the file 'latest', which names it, is missing")
         check_regular(latest)
@@ -198,20 +200,18 @@ def read_folder(
         first = of_rank(latest.with_name(name) / "0.pt")
         contents = [first, *(of_rank(latest.with_name(name) / f"{rank}.pt") for rank in range(1, first["ranks"]))]
 
-        def whole(place: Any, leaf: Any) -> Any:
+        def whole(place: pytree.KeyPath, leaf: object) -> object:
             key = pytree.keystr(place)
             pieces = sorted((each["pieces"][key] for each in contents if key in each["pieces"]), key=itemgetter(0))
             return keep(key, torch.cat([shard for *_, shard in pieces], dim=pieces[0][1]) if pieces else leaf)
 
         return pytree.tree_map_with_path(whole, first["tree"])
 
-    tree: dict[str, Any] = _on_all(ranks, read, path)
-    return tree
+    return _on_all(ranks, read, path)
 
 
-def _on_all(ranks: Ranks | None, work: Callable[[], Any], path: str | os.PathLike[str]) -> Any:
+def _on_all(ranks: Ranks | None, work: Callable[[], Result], path: str | os.PathLike[str]) -> Result:
     """What the work returns; if it fails on one rank, the first rank's error is raised on all (collective)."""
-    result: Any = None
     problem: Exception | None = None
     try:
         result = work()
@@ -253,11 +253,11 @@ class Checkpoints:
         self._training, self._accountant = training, accountant
         self._ranks = training.run.ranks
         self._optimizer_name = type(training.optimizer.original_optimizer).__name__
-        self._collected: tuple[int, list[dict[str, Any]]] | None = None  # random states by rank, and their step
+        self._collected: tuple[int, list[State]] | None = None  # random states by rank, and their step
 
     # ------------------------------------------------------------------ state dicts
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The accounting's state; tensors and plain values only (collective)."""
         optimizer = self._training.optimizer
         noise = {name: (began, float(getattr(optimizer, name))) for name, began in optimizer.initial_noise.items()}
@@ -293,7 +293,7 @@ class Checkpoints:
             self._training.optimizer.canaries.load_state_dict(generators["canaries"])
         self._training.optimizer.noise.load_state_dict(generators)
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> State:
         """What a run must be resumed with, because its sums depend on it."""
         training, options, ids = self._training, self._training.run.options, self._training.run.ids
         accounting, canaries = options.accounting, options.accounting.canaries
@@ -344,7 +344,7 @@ class Checkpoints:
         found: dict[str, Tensor] | None = self._states_by_rank()[0]["generators"].get("canaries")
         return found
 
-    def _states_by_rank(self) -> list[dict[str, Any]]:
+    def _states_by_rank(self) -> list[State]:
         """The random states of all ranks; collected again if a step was taken since the last time."""
         steps, shuffling = self._training.run.history.steps, self._training.loader.generator
         generators = {} if shuffling is None else {"loader": shuffling.get_state()}
@@ -364,14 +364,13 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def save(self, path: Any, module: nn.Module, **options: Any) -> None:
+    def save(self, path: FilePlace, module: nn.Module, **options: Any) -> None:
         """See :meth:`FILPrivacyEngine.save_checkpoint`."""
         for_module = options.pop("module_state_dict_kwargs", None) or {}
         for_file = options.pop("torch_save_kwargs", None) or {}
-        folder = is_folder(path)
-        require(not (folder and for_file), f"torch_save_kwargs= is for files, and path={path!r} is a folder")
+        require(not (is_folder(path) and for_file), f"torch_save_kwargs= is for files, and path={path!r} is a folder")
         needs = f"path={path!r} is a file, and a sharded model needs a folder: path='{path}/'"
-        require(folder or not is_sharded(module), needs)
+        require(is_folder(path) or not is_sharded(module), needs)
         checkpoint = dict(options.pop("checkpoint_dict", None) or {})
         checkpoint[f"module{_SAVED}"] = module.state_dict(**for_module)
         for name in _PARTS:
@@ -382,13 +381,13 @@ class Checkpoints:
             raise TypeError(f"save_checkpoint has no option {', '.join(options)}")
         state = {**self.state_dict(), "optimizer": self._optimizer_name}
         checkpoint |= {_STATE: state, _RANDOM: [states[_RANDOM] for states in self._states_by_rank()]}
-        if folder:
+        if is_folder(path):
             write_folder(path, checkpoint, self._ranks)
         elif self._ranks is None or self._ranks.rank == 0:
             checkpoint["privacy_accountant_state_dict"] = state["accountant"]  # where Opacus has it
             write_file(path, checkpoint, **for_file)
 
-    def load(self, path: Any, module: nn.Module, **options: Any) -> dict[str, Any]:
+    def load(self, path: FilePlace, module: nn.Module, **options: Any) -> State:
         """See :meth:`FILPrivacyEngine.load_checkpoint`."""
         for_module = options.pop("module_load_dict_kwargs", None) or {}
         for_file = options.pop("torch_load_kwargs", None) or {}
@@ -398,6 +397,8 @@ class Checkpoints:
             raise TypeError(f"load_checkpoint has no option {', '.join(options)}")
         checkpoint = self._read(path, module, parts["optimizer"], for_file)
         require(_STATE in checkpoint, f"{path} holds no Fisher accounting; it was not saved by engine.save_checkpoint")
+        from torchfil.engine.distributed.content import check_content  # which needs msgspec
+
         check_content(checkpoint, path, parts["optimizer"])
         state, by_rank = checkpoint.pop(_STATE), checkpoint.pop(_RANDOM)
         name, other = self._optimizer_name, state["optimizer"]
@@ -424,14 +425,14 @@ class Checkpoints:
                 setattr(private, name, private.initial_noise[name] / began * reached)
         return checkpoint
 
-    def _read(self, path: Any, module: nn.Module, optimizer: Any, for_file: dict[str, Any]) -> dict[str, Any]:
+    def _read(self, path: FilePlace, module: nn.Module, optimizer: FILOptimizer | None, for_file: State) -> State:
         """The saved content; sharded weights and their optimizer state come in the same parts."""
         like = {f"['module{_SAVED}']['{name}']": value for name, value in module.state_dict().items()}
         if optimizer is not None:
             trained = [p for group in optimizer.param_groups for p in group["params"]]
             like |= {f"['optimizer{_SAVED}']['state'][{place}]": p for place, p in enumerate(trained)}
 
-        def keep(name: str, leaf: Any) -> Any:
+        def keep(name: str, leaf: object) -> object:
             return part_like(leaf, like.get(name, like.get(name.rpartition("[")[0])))
 
         if not is_folder(path):

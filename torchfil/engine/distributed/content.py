@@ -16,15 +16,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from torchfil.engine.optimizer import FILOptimizer
 from torchfil.utils.errors import CheckpointError, require
 
 _Number = Annotated[float, Meta(ge=0, le=1e12)]  # not NaN
 _OrInfinite = Annotated[float, Meta(ge=0)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
+_Dict = dict[str, Any]  # compared with the run's own, or by torch
 
 
-def _parts(**kinds: Any) -> Any:
+def _parts(**kinds: object) -> Any:
     """A dict with these keys, of which any may be missing, and others."""
     return msgspec.defstruct("_Parts", [(name, kind, None) for name, kind in kinds.items()])
 
@@ -34,7 +36,7 @@ _Ledger: Any = _parts(
     num_examples=_Count,
     num_coordinates=_Count,
     track=list[str],
-    questions=dict[str, Any],
+    questions=_Dict,
     steps=_Count,
     missed_steps=_Count,
     sums=dict[str, Tensor],
@@ -58,7 +60,7 @@ _Run = _parts(
     timeline=_parts(stride=_Count, steps=list[_Count], points=Tensor),
     seed=int,
     pace=_Pace,
-    ranks=dict[str, Any] | None,
+    ranks=_Dict | None,
     coordinates_of_rows=Tensor,
     persons=tuple[_Ledger, Tensor] | None,
 )
@@ -67,18 +69,18 @@ _Engine = _parts(
     run=_Run,
     generators=list[_parts(loader=Tensor, canaries=dict[str, Tensor], noise=Tensor, draws=Tensor)],  # type: ignore[misc]
     noise=dict[str, tuple[_Number, _Number]],
-    settings=dict[str, Any],
+    settings=_Dict,
     optimizer=str,
 )
 _CONTENT: Any = _parts(
-    module_state_dict=dict[str, Any],
+    module_state_dict=_Dict,
     fil_engine_state_dict=_Engine,
     random_state=list[_parts(cpu=Tensor, cuda=list[Tensor])],  # type: ignore[misc]
     privacy_accountant_state_dict=_Accountant,
 )
 
 
-def check_content(checkpoint: Mapping[str, Any], path: Any, optimizer: Any) -> None:
+def check_content(checkpoint: Mapping[str, Any], path: object, optimizer: FILOptimizer | None) -> None:
     """Refuse what no run has saved: other kinds, impossible numbers, tensors that are not stored in full.
 
     Args:
@@ -103,7 +105,7 @@ def check_content(checkpoint: Mapping[str, Any], path: Any, optimizer: Any) -> N
         raise CheckpointError(f"{path} holds what no run saves: {error}. {remedy}") from error
 
 
-def _check_optimizer(state: Mapping[str, Any], optimizer: Any) -> None:
+def _check_optimizer(state: Mapping[str, Any], optimizer: FILOptimizer) -> None:
     """Numbers are finite, and what torch's optimizers keep for a parameter has its shape, or broadcasts to it."""
     for number, (own, found) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=False)):
         for name in found.keys() & own.keys():

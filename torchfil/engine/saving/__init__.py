@@ -1,1 +1,1 @@
-"""From a run to its file: the tables, pictures and facts that a report is made from."""
+"""From a run to its file: the tables and facts that a report is made from."""

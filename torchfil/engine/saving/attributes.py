@@ -138,7 +138,7 @@ class AttributeTable:
                 levels[name] = {f"{ends[0]:.6g}": 1 - share, f"{ends[1]:.6g}": share}
         return Spread(*np.asarray(rows, dtype=np.float64).reshape(-1, 4).T), levels
 
-    def read(self, leakage: Leakage, pixels: np.ndarray | None) -> Attributes:
+    def read(self, leakage: Leakage) -> Attributes:
         """How well each attribute of every example could be inferred."""
 
         def errors(leakage: Leakage, rows: Tensor) -> dict[str, Tensor]:
@@ -148,8 +148,7 @@ class AttributeTable:
             return {name: self.errors(eta.double().square()).float() for name, eta in ends.items()}
 
         found = leakage.by_parts(errors)
-        plain = self.names == self.coordinates
-        return Attributes(self.names, self.units, found["error"], found["error_low"], pixels if plain else None)
+        return Attributes(self.names, self.units, found["error"], found["error_low"])
 
     def records(self, leakage: Leakage, passes: DatasetPasses, columns: Mapping[str, np.ndarray]) -> Records | None:
         """The attributes of the most exposed examples and of typical ones; None for more than 64 attributes.

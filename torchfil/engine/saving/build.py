@@ -8,7 +8,7 @@ import inspect
 import math
 import platform
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
@@ -25,7 +25,7 @@ from torchfil.engine import reading
 from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.engine.reading import Releases
 from torchfil.engine.saving.attributes import attribute_table, baselines, tracked_table
-from torchfil.engine.saving.data import data_sha256, exposed_words, pixels_of_coordinates, read_blind_guess, thumbnails
+from torchfil.engine.saving.data import are_pixels, data_sha256, exposed_words, read_blind_guess
 from torchfil.fisher.amplification import name_of_amplification
 from torchfil.planning.calibration import NoiseChoice
 from torchfil.planning.equalising import Equalised
@@ -41,6 +41,14 @@ Labels = Mapping[Hashable, Hashable] | Sequence[Hashable]
 _PRIORS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5)
 
 
+@dataclass
+class Kept:
+    """What the saves of a run read from the data set once: its checksum, and the blind guess by d."""
+
+    checksum: str | None = None
+    blind: dict[int, BlindGuess | None] = field(default_factory=dict)
+
+
 def build_saved_run(
     training: PrivateTraining,
     accountant: IAccountant,
@@ -52,14 +60,14 @@ def build_saved_run(
     unit_of_inputs: str = "",
     input_range: tuple[float, float] | None = None,
     groups: Mapping[str, Labels] | None = None,
-    pictures: int = 8,
-    texts: Any = None,
+    records: bool = True,
+    texts: object = None,
     attacks: Sequence[AttackResult | BoundComparison] = (),
     hash_data: bool = True,
     equalised: Equalised | None = None,
-    metrics: Mapping[str, Any] | None = None,
-    audit: dict[str, Any] | None = None,
-    kept: dict[Any, Any] | None = None,
+    metrics: Mapping[str, object] | None = None,
+    audit: Mapping[str, object] | None = None,
+    kept: Kept | None = None,
     **named: Any,
 ) -> SavedRun:
     """Everything about a run that a report needs; the options are those of :meth:`FILPrivacyEngine.save_run`.
@@ -68,17 +76,17 @@ def build_saved_run(
     over several runs. ``audit`` is what canaries showed, as JSON values. ``kept`` keeps what was read from the data set
     until the next save of the run; None: it is read again. ``named`` are options of :func:`attribute_table`.
     """
-    kept = {} if kept is None else kept
+    kept = Kept() if kept is None else kept
     utility = checked_metrics(metrics)
     finite = input_range is None or -math.inf < input_range[0] < input_range[1] < math.inf
     require(finite, f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
     passes, ids, d = training.passes, leakage.ids, leakage.num_coordinates
     table = tracked_table(training, leakage, named, with_texts=texts is not None)
-    records, labels = _attack_records(leakage, attacks), _labels(groups or {}, ids.all())
+    attacked, labels = _attack_records(leakage, attacks), _labels(groups or {}, ids.all())
     columns = _columns(training, accountant, leakage, delta, equalised)
 
     # all of these read the data set, whose augmentation would advance the generators of a continuing run
-    shown = words = people = None
+    words = people = None
     with preserve_rng():
         checksum, blind = _read_once(passes, d, kept, thorough=hash_data)
         about = _about(training, accountant, leakage, delta, checksum)
@@ -86,11 +94,11 @@ def build_saved_run(
             columns |= blind.column
             if table is not None:
                 table = table.with_levels(blind.everybody.pooled(table.places).spread)
-        attributes = None if table is None else table.read(leakage, pixels_of_coordinates(passes, d))
-        if pictures > 0 and passes.dataset is not None:  # a stream cannot be read again
-            shown = thumbnails(training, leakage, columns, pictures)
-            if table is not None and blind is not None and attributes is not None and attributes.pixels is None:
-                people = table.records(leakage, passes, columns)
+        attributes = None if table is None else table.read(leakage)
+        if table is not None and table.names == table.coordinates and are_pixels(passes, d):
+            records = False
+        if records and table is not None and blind is not None:  # a stream cannot be read again
+            people = table.records(leakage, passes, columns)
         if texts is not None:
             words = exposed_words(training, leakage, texts, columns["fil"])
 
@@ -108,19 +116,18 @@ def build_saved_run(
         columns=columns,
         attributes=attributes,
         groups=labels,
-        pictures=shown,
         records=people,
         texts=words,
         history=_history(training, accountant, leakage, delta),
         bounds=_bounds(accountant.history, input_range),
-        attacks=records,
+        attacks=attacked,
         questions=[_question(leakage, name) for name in leakage.ledger.questions],
         rounds={} if equalised is None else equalised.columns(),
         baselines=None if blind is None else baselines(blind, table),
     )
 
 
-def check_options(options: Mapping[str, Any]) -> None:
+def check_options(options: Mapping[str, object]) -> None:
     """Raise a TypeError for an option that ``save_run`` does not have."""
     known = {name for each in (build_saved_run, attribute_table) for name in inspect.signature(each).parameters}
     for name in options.keys() - known:
@@ -154,15 +161,13 @@ def as_average(run: SavedRun, trainings: Sequence[PrivateTraining], accountant: 
     )
 
 
-def _read_once(
-    passes: DatasetPasses, d: int, kept: dict[Any, Any], *, thorough: bool
-) -> tuple[str | None, BlindGuess | None]:
+def _read_once(passes: DatasetPasses, d: int, kept: Kept, *, thorough: bool) -> tuple[str | None, BlindGuess | None]:
     """The data's checksum and the blind guess, unless an earlier save of the run has read them."""
-    if thorough and passes.dataset is not None and "data" not in kept:
-        kept["data"] = data_sha256(passes.dataset)
-    if d not in kept:
-        kept[d] = read_blind_guess(passes, d, thorough=thorough)
-    return kept.get("data"), kept[d]
+    if thorough and passes.dataset is not None and kept.checksum is None:
+        kept.checksum = data_sha256(passes.dataset)
+    if d not in kept.blind:
+        kept.blind[d] = read_blind_guess(passes, d, thorough=thorough)
+    return kept.checksum, kept.blind[d]
 
 
 def _attack_records(leakage: Leakage, attacks: Sequence[AttackResult | BoundComparison]) -> list[AttackRecord]:
@@ -234,7 +239,7 @@ def _about(
     }
 
 
-def _mechanism(training: PrivateTraining, leakage: Leakage) -> dict[str, Any]:
+def _mechanism(training: PrivateTraining, leakage: Leakage) -> dict[str, object]:
     run, optimizer, ledger = training.run, training.optimizer, leakage.ledger
     options, accounting = run.options, run.options.accounting
     parts = accounting.accumulation_steps * (1 if run.ranks is None else run.ranks.size)
@@ -293,9 +298,9 @@ def _history(
     return history
 
 
-def _bounds(releases: Releases, input_range: tuple[float, float] | None) -> dict[str, Any]:
+def _bounds(releases: Releases, input_range: tuple[float, float] | None) -> dict[str, dict[str, object]]:
     """Theorem 1, if inputs are known to lie in a range; reconstruction robustness by success without the model."""
-    bounds: dict[str, Any] = {}
+    bounds: dict[str, dict[str, object]] = {}
     if input_range is not None:
         diameter, names = input_range[1] - input_range[0], {"replace_one": "replace-one", "paper": "paper"}
         found = {key: reading.rdp_bound(releases, 1, diameter, name) for key, name in names.items()}  # whatever d is

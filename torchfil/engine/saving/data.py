@@ -1,6 +1,6 @@
 r"""The run's data, read again: a checksum, the spread of private values, the prior of van Trees, what is shown.
 
-A report shows pictures, and texts by token, with what drives their privacy loss. For token t, whose embedding has w
+A report shows texts by token, with what drives their privacy loss. For token t, whose embedding has w
 private coordinates:
 
     FIL   η_t = sqrt(Σ_{j∈t} I_jj / w), for the whole run;
@@ -25,11 +25,9 @@ from torchfil.attribution.plis import token_norms
 from torchfil.bounds import Prior
 from torchfil.engine.assembly import DatasetPasses, PrivateTraining
 from torchfil.engine.saving.attributes import attributes_tracked
-from torchfil.engine.saving.estimates import estimates_at_the_bound
 from torchfil.private import Examples
 from torchfil.run.blind_guess import BlindGuess
-from torchfil.run.saved_run import Pictures, Texts
-from torchfil.run.statistics import most_exposed_and_typical
+from torchfil.run.saved_run import Texts
 from torchfil.utils.errors import require
 from torchfil.utils.trees import tensors_of
 
@@ -39,8 +37,6 @@ _EXAMPLES_OF_OTHERS = 64
 _MOST_ROWS = 2**16  # a deviation from so many is off by 0.3 %
 _FEW_ROWS = 2**11  # by 1.6 %
 _MOST_VALUES, _VALUES_AT_ONCE = 2**30, 2**22
-_MOST_OTHERS, _VALUES_OF_OTHERS = 500, 2**24  # whose law is what an attacker believes
-_LARGEST = 128  # pixels of a thumbnail's longer side
 _SMALLEST_IMAGE = 4
 _MOST_TEXTS = 20
 _TOKENS = "input_ids"
@@ -55,7 +51,9 @@ def data_sha256(dataset: Any) -> str:
     A ``TensorDataset`` is read tensor by tensor, any other data set example by example, with the same result. If
     examples change at random when read (augmentation), so does the checksum.
     """
-    layouts, contents, last = dict[int, Any](), dict[int, Any](), dict[int, str]()
+    layouts: dict[int, hashlib._Hash] = {}
+    contents: dict[int, hashlib._Hash] = {}
+    last: dict[int, str] = {}
     for row, place, layout, content in _leaves(dataset):
         if last.get(place) != layout:
             layouts.setdefault(place, hashlib.sha256()).update(f"{row} {layout}\0".encode())
@@ -82,7 +80,7 @@ def data_fingerprint(dataset: Any) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _leaves(dataset: Any) -> Iterator[tuple[int, int, str, Any]]:
+def _leaves(dataset: Any) -> Iterator[tuple[int, int, str, bytes | memoryview]]:
     """Row, place in the example, layout and bytes of everything in the data set."""
     # a subclass may return something else, so only the class itself is read by its tensors
     if type(dataset) is TensorDataset:
@@ -102,7 +100,7 @@ def _leaves(dataset: Any) -> Iterator[tuple[int, int, str, Any]]:
                 yield row, place, f"{type(leaf).__name__} {len(text)}", text
 
 
-def _bytes(values: Tensor) -> Any:
+def _bytes(values: Tensor) -> memoryview:
     """The tensor's bytes in order, for hashing."""
     return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
@@ -180,71 +178,23 @@ def _pieces(passes: DatasetPasses, rows: np.ndarray, size: int) -> Iterator[Exam
 # ------------------------------------------------------------------ the examples that a report shows
 
 
-def thumbnails(
-    training: PrivateTraining, leakage: Leakage, columns: dict[str, np.ndarray], count: int
-) -> Pictures | None:
-    """The ``count`` most exposed examples, then typical ones, with estimates at the bound; None if there is no image.
-
-    Examples that were never drawn are left out, because nothing is known about them. The maps are the PLIS summed over
-    channels; None if the loss is unknown (a resumed run before its first step) or the image is not private.
-
-    Args:
-        training: The run.
-        leakage: Its results.
-        columns: With η̄ ("fil"), "participations" and, of several, "public_class", [n] each.
-        count: k.
-    """
-    rows, typical = most_exposed_and_typical(columns["fil"], columns["participations"] > 0, count)
-    inputs = training.passes.inputs(rows.tolist()) if len(rows) else {}
-    key = next((key for key, value in inputs.items() if _is_image(value)), None)
-    if key is None:
-        return None
-    images, maps = inputs[key].detach().cpu().double().reshape(len(rows), -1, *inputs[key].shape[-2:]), None
-    if training.run.loss is not None:
-        plis = training.passes.plis(rows.tolist(), training.optimizer, private=True).get(key)
-        if plis is not None and plis.shape == inputs[key].shape:
-            plis = plis.detach().cpu().double().nan_to_num(0.0)
-            maps = _shrunk(plis.reshape(images.shape).sum(dim=1)).float().numpy()
-
-    # one scale for all of them; estimates that leave it are clipped
-    low, high = float(images.min()), float(images.max())
-    ends = (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
-    drawn, errors = _estimates(training.passes, leakage, columns, rows, key, images)
-    estimates = None if drawn is None else as_images(drawn, *ends).numpy()
-    return Pictures(rows, as_images(images, *ends).numpy(), maps, estimates, errors, typical)
+def are_pixels(passes: DatasetPasses, num_coordinates: int) -> bool:
+    """Whether the private coordinates are those of one image."""
+    if passes.dataset is None or passes.run.ids.num_examples == 0:
+        return False
+    examples = passes.examples([0])
+    if examples.num_coordinates != num_coordinates or examples.values.isnan().any():
+        return False
+    maps = list(examples.maps(torch.arange(num_coordinates, dtype=torch.float64)[None]).values())
+    return len(maps) == 1 and _is_image(maps[0])
 
 
-def _estimates(
-    passes: DatasetPasses, leakage: Leakage, columns: dict[str, np.ndarray], rows: np.ndarray, key: Any, images: Tensor
-) -> tuple[Tensor | None, np.ndarray | None]:
-    """Three estimates of each image, [m, 3, channels, H, W], and their errors, [m, 3].
-
-    None where the image is not private, or there are no others to learn beliefs from. Those are up to 500 of its public
-    class, always the same ones, and fewer if they are large; of a class of one, any others.
-    """
-    examples, n = passes.examples(rows.tolist()), leakage.ids.num_examples
-    values = examples.maps(examples.values).get(key, torch.zeros(0))
-    if values.numel() != images.numel() or examples.num_coordinates != leakage.num_coordinates or n < 2:
-        return None, None
-    information = torch.from_numpy(columns["fil"][rows]).double().square()[:, None].repeat(1, leakage.num_coordinates)
-    if attributes_tracked(leakage):
-        information = _diagonal(leakage, rows)
-    variance = 1 / examples.maps(information.to(examples.z.device))[key].flatten(1).cpu()
-    is_private = ~values[0].isnan().flatten().cpu()  # [pixels]; public ones stay as they are, and do not count
-
-    estimates, errors = images.flatten(1)[:, None].repeat(1, 3, 1), torch.zeros(len(rows), 3)
-    classes = columns.get("public_class", np.zeros(n))
-    most = max(2, min(_MOST_OTHERS, _VALUES_OF_OTHERS // len(is_private)))
-    for own in np.unique(classes[rows]):
-        like = np.flatnonzero(classes == own) if (classes == own).sum() > 2 else np.arange(n)
-        like = like[np.linspace(0, len(like) - 1, min(len(like), most + 1)).round().astype(int)]
-        pieces = _pieces(passes, like, max(1, min(1024, _VALUES_AT_ONCE // len(is_private))))
-        others = torch.cat([part.maps(part.values)[key].flatten(1).cpu().double() for part in pieces])[:, is_private]
-        for place in np.flatnonzero(classes[rows] == own).tolist():
-            x, them = estimates[place, 0, is_private], others[torch.from_numpy(like != rows[place])][:most]
-            found = estimates_at_the_bound(x, variance[place, is_private], them, seed=int(rows[place]))
-            estimates[place][:, is_private], errors[place] = found
-    return estimates.reshape(len(rows), 3, *images.shape[1:]), errors.numpy()
+def _is_image(value: object) -> bool:
+    """Whether these are images, [rows, H, W], [rows, 1, H, W] or [rows, 3, H, W]."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim not in (3, 4):
+        return False
+    channels = value.shape[1] if value.ndim == 4 else 1
+    return channels in (1, 3) and min(value.shape[-2:]) >= _SMALLEST_IMAGE
 
 
 def _diagonal(leakage: Leakage, rows: np.ndarray) -> Tensor:
@@ -253,48 +203,7 @@ def _diagonal(leakage: Leakage, rows: np.ndarray) -> Tensor:
     return leakage.get_attribute_fil([ids[row] for row in rows]).value.double().square().cpu()
 
 
-def as_images(images: Tensor, low: float, high: float) -> Tensor:
-    """Images [..., 1 or 3, H, W] as uint8 [..., H, W] or [..., H, W, 3], at most 128 pixels wide or high.
-
-    Values are clipped to [low, high], which become black and white.
-    """
-    shares = (images.clamp(low, high) - low) / max(high - low, 1e-12)
-    small = _shrunk(shares.flatten(0, -3)).unflatten(0, shares.shape[:-2]).mul(255).round().to(torch.uint8)
-    return small.squeeze(-3) if small.shape[-3] == 1 else small.movedim(-3, -1).contiguous()
-
-
-def pixels_of_coordinates(passes: DatasetPasses, num_coordinates: int) -> np.ndarray | None:
-    """Row and column of every private coordinate in the image, int64 [d, 2]; None if the inputs are not images."""
-    if passes.dataset is None or passes.run.ids.num_examples == 0:
-        return None
-    examples = passes.examples([0])
-    if examples.num_coordinates != num_coordinates or examples.values.isnan().any():
-        return None
-    maps = list(examples.maps(torch.arange(num_coordinates, dtype=torch.float64)[None]).values())
-    if len(maps) != 1 or not _is_image(maps[0]):
-        return None
-    flat = maps[0].reshape(-1).cpu().numpy()  # the coordinate at each place, NaN if there is none
-    at = np.flatnonzero(~np.isnan(flat))
-    height, width = maps[0].shape[-2:]
-    at = at[np.argsort(flat[at])] % (height * width)
-    return np.stack([at // width, at % width], axis=1).astype(np.int64)
-
-
-def _is_image(value: Any) -> bool:
-    """Whether these are images, [rows, H, W], [rows, 1, H, W] or [rows, 3, H, W]."""
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim not in (3, 4):
-        return False
-    channels = value.shape[1] if value.ndim == 4 else 1
-    return channels in (1, 3) and min(value.shape[-2:]) >= _SMALLEST_IMAGE
-
-
-def _shrunk(images: Tensor) -> Tensor:
-    """Means over squares, so that the longer side has at most 128 pixels, [k, H, W]."""
-    factor = math.ceil(max(images.shape[-2:]) / _LARGEST)
-    return torch.nn.functional.avg_pool2d(images, min(factor, *images.shape[-2:])) if factor > 1 else images
-
-
-def exposed_words(training: PrivateTraining, leakage: Leakage, texts: Any, fil: np.ndarray) -> Texts | None:
+def exposed_words(training: PrivateTraining, leakage: Leakage, texts: object, fil: np.ndarray) -> Texts | None:
     """FIL and PLIS by token of the 20 most exposed examples, with the tokens; None if nothing leaked.
 
     Args:
@@ -316,7 +225,7 @@ def exposed_words(training: PrivateTraining, leakage: Leakage, texts: Any, fil: 
     # one token for each position of the private embedding
     tokens: Any = texts
     if decode is None:
-        require(len(texts) == len(fil), f"texts has {len(texts)} entries for {len(fil)} examples; give one for each")
+        require(len(tokens) == len(fil), f"texts has {len(tokens)} entries for {len(fil)} examples; give one for each")
     elif len(rows):
         tokens = token_ids(training.passes, rows.tolist())
     if not len(rows):

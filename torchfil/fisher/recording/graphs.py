@@ -50,7 +50,7 @@ class CapturedPass:
         gradients: ExampleGradients,
         size: int,
         stages: Callable[[ExampleGradients], Iterator[Any]],
-        pool: Any = None,
+        pool: object = None,
         num_stages: int = 1,
         *,
         warm_up: bool = True,
@@ -87,7 +87,7 @@ class CapturedPass:
             room = f"{needed / 2**30:.1f} GiB, more than half of the free {free / 2**30:.1f} GiB"
             raise RuntimeError(f"graphs over {self.size} examples would keep {room}")
 
-    def _capture(self, stages: Iterator[Any], num_stages: int, pool: Any) -> None:
+    def _capture(self, stages: Iterator[object], num_stages: int, pool: Any) -> None:
         device = self.examples.z.device
         stream = torch.cuda.current_stream(device)
         generator = torch.cuda.default_generators[device.index or 0]

@@ -292,7 +292,7 @@ class _CastsToDouble(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def widened(value: Any) -> Any:
+        def widened(value: object) -> Any:
             return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
 
         func = Tensor.double if func in _CASTS else func

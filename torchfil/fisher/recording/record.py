@@ -179,7 +179,7 @@ def backward_pass(gradients: ExampleGradients, forward: RecordedForward, *, diff
 
 
 def _taken_back(
-    gradients: ExampleGradients, forward: RecordedForward, targets: Any, *, differentiable: bool
+    gradients: ExampleGradients, forward: RecordedForward, targets: object, *, differentiable: bool
 ) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]] | None:
     """The losses, δ at each use and meeting, and the gradients at the outputs; None: run it anew, as the facts say."""
     facts, leaves = forward.gradients.facts, forward.watched.leaves
@@ -405,7 +405,7 @@ def _holders_of(model: nn.Module, names: Collection[str]) -> list[str]:
     return [name for name, m in model.named_modules() if any(id(p) in wanted for p in m.parameters(recurse=False))]
 
 
-def losses_of(loss_fn: LossFunction, outputs: Any, targets: Any) -> Tensor:
+def losses_of(loss_fn: LossFunction, outputs: object, targets: object) -> Tensor:
     """ℓ of every example, [batch], in float32 or wider; under autocast it is computed in float32, as torch does.
 
     Outputs and targets are trees. Anything in them that is not a tensor (a cache of keys and values), or that is a

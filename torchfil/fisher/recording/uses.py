@@ -202,7 +202,7 @@ class WatchedParameters(TorchFunctionMode):
         unserved: The names of parameters that were used in another way.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], inputs: Any, uses: Uses) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], inputs: object, uses: Uses) -> None:
         super().__init__()
         self.leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
         self.meetings: list[ParameterUse] = []

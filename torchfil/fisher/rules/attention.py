@@ -63,7 +63,7 @@ def _in_steps(
     return result.transpose(0, 1) if module.batch_first else result, weights
 
 
-def _projected(module: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+def _projected(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     """Queries, keys and values, [batch, T, heads·width] each."""
     bias = module.in_proj_bias
     if module._qkv_same_embed_dim and query is key and key is value:

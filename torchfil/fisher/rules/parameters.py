@@ -85,7 +85,7 @@ _NORMS = {F.layer_norm: _LAYER_NORM, torch.layer_norm: _LAYER_NORM, F.instance_n
 _WEIGHTS_APART = {norm: functools.partial(_weights_apart, norm, names) for norm, names in _NORMS.items()}
 
 
-def _dimension(call: Call, slot: int | str, value: Any) -> int | None:
+def _dimension(call: Call, slot: int | str, value: object) -> int | None:
     """0 if the argument has a row for each example; None if all examples share it."""
     if not isinstance(value, Tensor) or value.ndim == 0:
         return None
@@ -113,7 +113,7 @@ class _WithoutOwnHooks(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         return self.module.forward(*args, **kwargs)
 
 
@@ -207,7 +207,7 @@ class Operation:
     run: Callable[[Mapping[str, Tensor]], Tensor]
 
 
-def operation_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Operation | None:
+def operation_of(function: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Operation | None:
     """The layer that the call corresponds to; None if it is not a known layer.
 
     Example:
@@ -234,7 +234,7 @@ def _operation(
 
 
 @functools.lru_cache(maxsize=1024)
-def _stand_in(kind: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
+def _stand_in(kind: type[nn.Module], *args: object, **kwargs: object) -> nn.Module:
     """A layer without weights. It draws no random numbers, because a pass counts them."""
     weightless: Callable[..., nn.Module] = type(kind.__name__, (kind,), {"reset_parameters": lambda self: None})
     return weightless(*args, **kwargs, device="meta")
@@ -297,20 +297,26 @@ def _rms_norm(input: Tensor, normalized_shape: Any, weight: Any = None, eps: Any
 
 
 def _group_norm(
-    input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any, **__: Any
+    input: Tensor,
+    num_groups: int,
+    weight: object = None,
+    bias: object = None,
+    eps: float = 1e-5,
+    *_: object,
+    **__: object,
 ) -> Operation | None:
     module = _stand_in(nn.GroupNorm, num_groups, input.shape[1], eps, affine=False)
     return _operation(module, input, weight, bias, lambda w, b: group_norm(input, num_groups, w, b, eps))
 
 
-def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, **given: Any) -> Operation | None:
+def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, **given: object) -> Operation | None:
     if given.get("max_norm") is not None or given.get("scale_grad_by_freq"):
         return None
     module = _stand_in(nn.Embedding, *weight.shape, padding_idx)
     return _operation(module, input, weight, None, lambda w, b: F.embedding(input, w, padding_idx))
 
 
-def _rows(table: Tensor, index: Any) -> Operation | None:
+def _rows(table: Tensor, index: object) -> Operation | None:
     """table[index], for integers that differ between examples."""
     if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or table.ndim != 2:
         return None

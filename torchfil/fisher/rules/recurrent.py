@@ -39,7 +39,7 @@ Sources = tuple[Tensor | None, Tensor | None, Tensor | None]  # derivatives at a
 
 
 def run_recurrent(
-    module: Any, mode: str, sequences: Any, hx: Any = None, *, drops_states: bool = False
+    module: Any, mode: str, sequences: Tensor | PackedSequence, hx: Any = None, *, drops_states: bool = False
 ) -> tuple[Any, Any]:
     """The outputs of a recurrent module: all states of its last layer, and the last states of all layers.
 
@@ -55,12 +55,15 @@ def run_recurrent(
         UnsupportedCallError: A single sequence without a batch, projections, or dropout in packed sequences.
     """
     dropout = module.dropout if module.training else 0.0
-    packed = sequences if isinstance(sequences, PackedSequence) else None
     _check_served(module, sequences, dropout)
-    x, lengths = (sequences, None) if packed is None else pad_packed_sequence(packed, batch_first=True)
-    ends_at = None if lengths is None else lengths.to(x.device)
-    time_first = packed is None and not module.batch_first
-    x = x.transpose(0, 1) if time_first else x
+    lengths = ends_at = None
+    time_first = False
+    if isinstance(sequences, PackedSequence):
+        x, lengths = pad_packed_sequence(sequences, batch_first=True)
+        ends_at = lengths.to(x.device)
+    else:
+        time_first = not module.batch_first
+        x = sequences.transpose(0, 1) if time_first else sequences
     cell = CELLS[mode]
     given = hx if cell.has_memory and hx is not None else (hx, None)
 
@@ -69,18 +72,19 @@ def run_recurrent(
         outputs = []
         for suffix in (f"l{layer}", f"l{layer}_reverse")[: 1 + module.bidirectional]:
             first = [None if value is None else value[len(last)] for value in given]
-            states, ends = _run_layer(module, mode, suffix, x, first, ends_at, dropout if drops_states else 0.0)
+            states, at_the_end = _run_layer(module, mode, suffix, x, first, ends_at, dropout if drops_states else 0.0)
             outputs.append(states)
-            last.append(ends)
+            last.append(at_the_end)
         x = torch.cat(outputs, dim=2)
         if dropout and not drops_states and layer + 1 < module.num_layers:  # drawn in torch's order, time steps first
             x = F.dropout(x.transpose(0, 1), dropout).transpose(0, 1)
 
     x = x.transpose(0, 1) if time_first else x
-    if packed is not None and lengths is not None:
-        x = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=packed.sorted_indices is None)
     h, *c = [torch.stack(values) for values in zip(*last, strict=True) if values[0] is not None]
-    return x, (h, *c) if c else h
+    ends = (h, *c) if c else h
+    if not isinstance(sequences, PackedSequence) or lengths is None:
+        return x, ends
+    return pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=sequences.sorted_indices is None), ends
 
 
 def _check_served(module: Any, sequences: Tensor | PackedSequence, dropout: float) -> None:
@@ -95,7 +99,7 @@ def _check_served(module: Any, sequences: Tensor | PackedSequence, dropout: floa
 
 
 def _run_layer(
-    module: Any, mode: str, suffix: str, x: Tensor, first: list[Any], lengths: Tensor | None, dropout: float
+    module: Any, mode: str, suffix: str, x: Tensor, first: list[Tensor | None], lengths: Tensor | None, dropout: float
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
     """One layer in one direction: its states [batch, T, H] for x [batch, T, …], and its last state and memory."""
     cell, backwards = CELLS[mode], suffix.endswith("_reverse")
@@ -175,7 +179,7 @@ class _Run(Function):
         return (seen[0][1:].clone(), seen[1][1:].clone()) if cell.has_memory else seen[0][1:].clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         gates, h, m, weight, drop, *seen = ctx.saved_tensors
         to_h, to_m = gradients if ctx.cell.has_memory else (gradients[0], None)
         if to_h is None and to_m is None:
@@ -194,7 +198,16 @@ class _Pulled(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, to_h: Any, to_m: Any, gates: Tensor, h: Any, m: Any, weight: Any, drop: Any, cell: Cell, *seen: Tensor
+        ctx: Any,
+        to_h: Tensor | None,
+        to_m: Tensor | None,
+        gates: Tensor,
+        h: Tensor | None,
+        m: Tensor | None,
+        weight: Tensor,
+        drop: Tensor | None,
+        cell: Cell,
+        *seen: Tensor,
     ) -> tuple[Tensor, ...]:
         *found, dh, dm = _ForProbes.forward(_back, (to_h, to_m), weight, drop, cell, *seen)
         ctx.save_for_backward(weight, drop, dh, dm, *seen)
@@ -204,7 +217,7 @@ class _Pulled(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         weight, drop, dh, dm, *seen = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if all(u is None for u in gradients):
@@ -222,15 +235,15 @@ class _ForProbes(Function):
     """
 
     @staticmethod
-    def forward(function: Callable[..., Any], values: tuple[Any, ...], *rest: Any) -> tuple[Tensor, ...]:
+    def forward(function: Callable[..., Any], values: tuple[Tensor | None, ...], *rest: Any) -> tuple[Tensor, ...]:
         return tuple(result[0] for result in function(*(None if x is None else x[None] for x in values), *rest))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[object, ...], output: object) -> None:
         """Nothing is kept."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, function: Any, values: tuple[Any, ...], *rest: Any) -> tuple[Any, int]:
+    def vmap(info: Any, in_dims: Any, function: Any, values: tuple[Tensor | None, ...], *rest: Any) -> tuple[Any, int]:
         """Probes become separate examples."""
         each = [
             x if x is None else x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -239,7 +252,9 @@ class _ForProbes(Function):
         return function(*each, *rest), 0
 
 
-def _back(to_h: Any, to_m: Any, weight: Tensor, drop: Any, cell: Cell, *seen: Tensor) -> tuple[Tensor, ...]:
+def _back(
+    to_h: Tensor | None, to_m: Tensor | None, weight: Tensor, drop: Tensor | None, cell: Cell, *seen: Tensor
+) -> tuple[Tensor, ...]:
     """δ at x, h_0 and c_0, and dh, dm at every step, with probes first, in and out."""
     slopes = cell.slopes(seen, drop)
     by_time = [None if x is None else x.transpose(0, 1) for x in (to_h, to_m)]
@@ -250,7 +265,15 @@ def _back(to_h: Any, to_m: Any, weight: Tensor, drop: Any, cell: Cell, *seen: Te
 
 
 def _twice(
-    u: Any, u_h: Any, u_m: Any, weight: Tensor, drop: Any, dh: Tensor, dm: Tensor, cell: Cell, *seen: Tensor
+    u: Tensor | None,
+    u_h: Tensor | None,
+    u_m: Tensor | None,
+    weight: Tensor,
+    drop: Tensor | None,
+    dh: Tensor,
+    dm: Tensor,
+    cell: Cell,
+    *seen: Tensor,
 ) -> tuple[Tensor, ...]:
     """The derivatives of ⟨u, δ⟩ with respect to (∂h, ∂c, x, h_0, c_0), with probes first, in and out."""
     slopes, (steps, batch, width) = cell.slopes(seen, drop), dm.shape
@@ -276,7 +299,7 @@ def _twice(
 
 
 def _to_start(
-    cell: Cell, slopes: Slopes, weight: Tensor, delta: Tensor, dm: Tensor, before: Any = 0
+    cell: Cell, slopes: Slopes, weight: Tensor, delta: Tensor, dm: Tensor, before: Tensor | float = 0
 ) -> tuple[Tensor, Tensor]:
     """The derivatives at h_0 and c_0, [probes, batch, H]."""
     to_state = (delta[0].flatten(0, 1).flatten(1) @ weight).view(dm.shape[1:])
@@ -286,7 +309,12 @@ def _to_start(
 
 
 def _swept_back(
-    slopes: Slopes, weight: Tensor, count: int, to_state: Any, to_memory: Any, to_gates: Any = None
+    slopes: Slopes,
+    weight: Tensor,
+    count: int,
+    to_state: Tensor | None,
+    to_memory: Tensor | None,
+    to_gates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """δ at a, [T, probes, batch, gates, H], and dh, dm, from sources at h, m and a; None: 0."""
     like = slopes.into_memory
@@ -390,7 +418,9 @@ class _Lstm:
         alpha, omega = (value if drop is None else value * drop for value in (alpha, omega))
         return Slopes(into[:, None], f[:, None], alpha[:, None], omega[:, None])
 
-    def curvature(self, seen: Seen, drop: Any, gates: Tensor, memories: Tensor, dh: Tensor, dm: Tensor) -> Sources:
+    def curvature(
+        self, seen: Seen, drop: Tensor | None, gates: Tensor, memories: Tensor, dh: Tensor, dm: Tensor
+    ) -> Sources:
         """∂(Σ_t dh_t·ḣ_t + dm_t·ṁ_t)/∂(a_t, m_t, m_{t−1}) through the coefficients alone; None: 0.
 
         Args:
@@ -452,7 +482,9 @@ class _Gru:
             into, kept = into * drop[:, :, None], z * drop
         return Slopes(into[:, None], kept[:, None])
 
-    def curvature(self, seen: Seen, drop: Any, gates: Tensor, memories: Tensor, dh: Tensor, dm: Tensor) -> Sources:
+    def curvature(
+        self, seen: Seen, drop: Tensor | None, gates: Tensor, memories: Tensor, dh: Tensor, dm: Tensor
+    ) -> Sources:
         states, active = (value[:, None] for value in seen)
         (r, z, n, hidden), (ar, az, an, ah) = active.unbind(3), gates.unbind(3)
         dh = dm if drop is None else dm * drop[:, None]
@@ -492,7 +524,9 @@ class _Elman:
         slope = 1 - values * values if self.function == "tanh" else (values > 0).to(values.dtype)
         return Slopes((slope if drop is None else slope * drop)[:, None, :, None], None)
 
-    def curvature(self, seen: Seen, drop: Any, gates: Tensor, memories: Tensor, dh: Tensor, dm: Tensor) -> Sources:
+    def curvature(
+        self, seen: Seen, drop: Tensor | None, gates: Tensor, memories: Tensor, dh: Tensor, dm: Tensor
+    ) -> Sources:
         if self.function == "relu":
             return None, None, None
         values = seen[1][:, None]

@@ -178,7 +178,7 @@ class Function(torch.autograd.Function):
     """
 
     @classmethod
-    def apply(cls, *args: Any) -> Tensor:
+    def apply(cls, *args: object) -> Tensor:
         """As in torch; a tuple if the function has several results."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
@@ -197,7 +197,7 @@ def reports_uses(module: nn.Module) -> bool:
     return found is not None and found.reports_uses
 
 
-def report_use(module: nn.Module, rule: Any, a: Tensor, output: Tensor, names: Mapping[str, str]) -> Tensor:
+def report_use(module: nn.Module, rule: object, a: Tensor, output: Tensor, names: Mapping[str, str]) -> Tensor:
     """Report that parameters were applied to ``a``, [batch, …], with the result ``output``, [batch, …].
 
     Args:
