@@ -1,7 +1,7 @@
 """Generalised linear models with output perturbation: exact Fisher information loss at any granularity."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchfil.glm.fil import Sensitivity
 from torchfil.glm.guesses import BestGuess, NominalAttribute, Shift, guess
