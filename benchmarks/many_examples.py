@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.measuring import Json, power
 from torchfil import Accounting, FILPrivacyEngine
+from torchfil.accounting.norms import NormHistory
 from torchfil.report import SavedRun, write_report
 
 __all__ = ["many_examples"]
@@ -127,7 +128,7 @@ def train_and_save(size: int, path: Path, *, all_drawn: bool) -> Json:
         "train_seconds": times["trained"] - times["begin"],
         "save_seconds": times["saved"] - times["trained"],
         "bytes_an_example": (ledger.sums.num_bytes + history.num_bytes) / size,
-        "bytes_an_example_drawn": engine.accounting.bytes_per_example(INPUTS),
+        "bytes_an_example_drawn": ledger.bytes_per_example + NormHistory.bytes_needed(1),
     }
 
 

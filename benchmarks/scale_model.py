@@ -18,7 +18,8 @@ from scipy.optimize import nnls
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.loops import MODELS
-from torchfil import Accounting
+from torchfil.accounting.ledger import Ledger
+from torchfil.accounting.norms import NormHistory
 
 __all__ = ["Constants", "Measured", "Size", "fit", "fitted", "measured_in_float32", "tables"]
 
@@ -210,7 +211,7 @@ class Size:
     @property
     def ledger_bytes(self) -> float:
         """The bytes of every process's ledger if only the trace is tracked: rows and norm history of all examples."""
-        return self.examples * Accounting().bytes_per_example(1)
+        return self.examples * (Ledger.bytes_needed(1, 1) + NormHistory.bytes_needed(1))
 
 
 MODELS_READ_OUT = {
