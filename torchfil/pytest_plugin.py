@@ -1,6 +1,5 @@
 """The fixture ``assert_private_step``, for every project that has torchfil installed; it loads torch when used."""
 
-
 import pytest
 
 
