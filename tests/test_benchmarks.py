@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks import __main__ as command
-from benchmarks import comparison, loops, paper, targets
+from benchmarks import comparison, loops, paper
 from benchmarks import many_examples as many
 from benchmarks.scale_model import fitted, measured_in_float32, tables
 from torchfil.fisher.operator import ClippedJacobian
@@ -63,14 +63,6 @@ def test_the_command_writes_both_files(tmp_path: Path, monkeypatch: pytest.Monke
     text = (tmp_path / "cpu.md").read_text()
     assert "run: RuntimeError: no such device" in text
     assert "torchfil train_step, 1 probe" in text
-
-
-def test_targets_are_checked_over_seeds(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("sklearn")
-    run = targets.kept("digits", 0, "cpu", examples=60, epochs=2, rate=0.5, target_mse_bound=0.1, of="probes")
-    assert run["met"] == (run["headroom"] >= 1)
-    assert run["noise_multiplier"] in [sigma for sigma, *_ in run["pilots"]]
-    assert "seed 0: σ = " in capsys.readouterr().out
 
 
 @pytest.mark.slow

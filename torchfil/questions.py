@@ -57,7 +57,7 @@ class Question:
         """The names of the alternatives, in order."""
         raise NotImplementedError
 
-    def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
+    def alternatives(self, inputs: Inputs, targets: object) -> tuple[Alternative | None, ...]:
         """The batch with each of the answers; None: without the example.
 
         If an answer is the true one of an example, its alternative is the example itself, and D = 0.
@@ -87,7 +87,7 @@ class Absent(Question):
         """The only answer, "absent"."""
         return ("absent",)
 
-    def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
+    def alternatives(self, inputs: Inputs, targets: object) -> tuple[Alternative | None, ...]:
         """One alternative: None, the batch without the example."""
         return (None,)
 
@@ -117,7 +117,7 @@ class Change(Question):
         """The functions' names."""
         return tuple(map(str, self._functions))
 
-    def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
+    def alternatives(self, inputs: Inputs, targets: object) -> tuple[Alternative | None, ...]:
         """The functions' results; each function gets copies, which it may change."""
         return tuple(_called(name, function, inputs, targets) for name, function in self._functions.items())
 
@@ -161,7 +161,7 @@ class Column(Question):
         """The values, or the changes with their sign."""
         return _named(self.names, [*(f"{value:g}" for value in self.values), *(f"{by:+g}" for by in self.by)])
 
-    def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
+    def alternatives(self, inputs: Inputs, targets: object) -> tuple[Alternative | None, ...]:
         """The column with each value."""
 
         def fill(tensor: Tensor, value: float) -> None:
@@ -209,7 +209,7 @@ class OneHot(Question):
         named = _named(self.names, [f"column {column}" for column in self.columns])
         return named if self.dropped is None else (self.dropped, *named)
 
-    def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
+    def alternatives(self, inputs: Inputs, targets: object) -> tuple[Alternative | None, ...]:
         """Each column high and the others low; before these, all columns low if that is an answer."""
 
         def fill(tensor: Tensor, place: int) -> None:
@@ -255,7 +255,7 @@ class Label(Question):
         """The names of classes or values."""
         return _named(self.names, [f"{label:g}" for label in self._labels])
 
-    def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
+    def alternatives(self, inputs: Inputs, targets: object) -> tuple[Alternative | None, ...]:
         """The batch with each label as everybody's target."""
         if not isinstance(targets, Tensor):
             raise TypeError(f"Label needs a tensor of targets, got {type(targets).__name__}; use Change")
@@ -298,7 +298,7 @@ class Token(Question):
         """The tokens' names."""
         return _named(self.names, map(str, self.values))
 
-    def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
+    def alternatives(self, inputs: Inputs, targets: object) -> tuple[Alternative | None, ...]:
         """The sequence with each token at that position."""
 
         def fill(tensor: Tensor, token: int) -> None:
@@ -333,7 +333,7 @@ class Region(Question):
         """The only answer, "blotted out"."""
         return ("blotted out",)
 
-    def alternatives(self, inputs: Inputs, targets: Any) -> tuple[Alternative | None, ...]:
+    def alternatives(self, inputs: Inputs, targets: object) -> tuple[Alternative | None, ...]:
         """The batch with this value in the region."""
 
         def fill(tensor: Tensor, value: float) -> None:

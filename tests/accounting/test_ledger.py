@@ -14,7 +14,7 @@ from torchfil import Accounting
 from torchfil.accounting import ledger as ledgers
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
-from torchfil.accounting.ledger import Contribution, Ledger, Timeline
+from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.quantities import Divergence, QuestionSpec, Sum, available_quantities, path_additions
 from torchfil.accounting.rows import RowTable
@@ -183,24 +183,6 @@ def test_levels_of_noise_are_rounded_down() -> None:
     levels, grid = history.levels_of(ratio), torch.tensor(history.multipliers())
     assert (grid[levels] <= 0.9 / ratio * (1 + 1e-4)).all()
     assert (grid[levels + 1] > 0.9 / ratio * (1 - 1e-4)).all()
-
-
-def test_looks_see_the_sums_of_their_step() -> None:
-    source = torch.Generator().manual_seed(2)
-    ledger, plain = (Ledger(N, D, questions=ASKED) for _ in range(2))
-    later, now = Timeline(2), Timeline(2)
-    for step in range(1, STEPS):
-        each = batch(source, step, ())
-        for one in (ledger, plain):
-            one.add(each)
-        ledger.look_later(lambda *sums, step=step: later.note(step, *sums))
-        now.note(step, plain.sums["trace"], plain.own_coordinates)
-        if step == 17:  # examples that arrive later are no part of earlier points
-            for one in (ledger, plain):
-                one.grow(N + 30)
-    ledger.flush()
-    assert later.points.keys() == now.points.keys()
-    torch.testing.assert_close(later.points, now.points, rtol=1e-14, atol=0)
 
 
 def test_the_queue_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

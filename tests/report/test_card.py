@@ -166,15 +166,6 @@ def test_every_number_is_one_of_the_public_page() -> None:
     assert ends == [(g.low, g.high) for each in (sex, site) for g in each.groups]
 
 
-def test_kinds_of_runs_say_what_is_known_of_them() -> None:
-    assert "| ε" not in card_of(CASES["linear"]).section
-    assert by_type(card_of(CASES["merged"]), "epsilon-of-all") == [4.1]
-    assert "**Warning.**" in card_of(CASES["audit refutes"]).section
-    columns = CASES["owner"].columns | {"clip_weight": np.ones(200)}
-    assert "smaller weight" in card_of(CASES["owner"]).section
-    assert "smaller weight" not in card_of(dataclasses.replace(CASES["owner"], columns=columns)).section
-
-
 # ---------------------------------------------------------------------- for the Hub, and as CycloneDX
 
 

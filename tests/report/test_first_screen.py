@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.report.pages import source, summary_of, table_data, text_of
+from tests.report.pages import source, summary_of, text_of
 from tests.report.prepared_runs import KINDS, POLICY, WHOLE, N, bare, of_kind, question, some
 from tests.report.run_cases import made_up, with_baselines, worrying
 from torchfil.gate.gate import check
 from torchfil.gate.policy import Policy
 from torchfil.report import write_report
 from torchfil.report.charts import answers_of
-from torchfil.report.examples import INFINITE, Measures
+from torchfil.report.examples import Measures
 from torchfil.report.summary import Report, summarise
 from torchfil.run import baselines
 from torchfil.run.saved_run import Attributes, QuestionRecord, Records, SavedRun
@@ -95,23 +95,6 @@ def test_untold_examples_are_a_class_of_their_own_and_never_the_most_exposed(tmp
     shown = text_of(page, "most-exposed").split("All 200")[0]
     assert {int(row) for row in re.findall(r"Zoë (\d+)", shown)} <= set(range(90, N))
     assert "Too few draws to tell (90 examples)" in text_of(page, "verdict")
-
-
-def test_numbers_that_mean_nothing_are_not_printed(tmp_path: Path) -> None:
-    errors = np.tile([39300.0, 39300.0, 0.2], (N, 1))
-    table = Attributes(["grey", "colour", "dose"], ["", "", "mg"], errors, errors)
-    levels = {"red": 0.6, "blue": 0.4}
-    run = with_baselines(bare("Grey", 2.0, attributes=table), [0.3, 0.4, 0.5], colour=levels)
-    page = written(run, tmp_path)
-    shown = visible_text(page)
-    assert "39,300" not in shown
-    assert "beyond a blind guess’s error" in text_of(page, "attributes")
-    rows = re.findall(r'<tr><th scope="row">colour</th>.*?</tr>', page.read_text())
-    assert rows
-    assert not any("±" in row for row in rows)
-    grey, dose = table_data(page)["attributes"]
-    assert (grey["name"], set(grey["values"])) == ("grey", {INFINITE})  # which the page's script puts into words
-    assert (dose["name"], set(dose["values"])) == ("dose", {0.2})
 
 
 def test_what_epsilon_allows_is_attained_by_the_worst_pair() -> None:

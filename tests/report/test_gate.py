@@ -260,13 +260,6 @@ def test_an_audit_that_refutes_the_claim_fails_every_policy(template_policy: Pol
     assert not any(each.passed for each in check(run, Policy()) if each.key == found.key)
 
 
-def test_a_delta_that_promises_little_is_noted() -> None:
-    run = made_up(20)
-    for delta, noted in ((0.05, True), (0.049, False)):
-        told = notes(dataclasses.replace(run, about={**run.about, "delta": delta}))
-        assert any("δ = 0.05 is not below 1/20" in note for note in told) is noted
-
-
 def test_an_audited_epsilon_is_a_lower_bound_and_never_rounded_up() -> None:
     run = audited(AUDIT | {"epsilon": 1.199})
     (found,) = [v for v in check(run, Policy(audited_epsilon_below_claimed=True)) if v.key.startswith("audited")]

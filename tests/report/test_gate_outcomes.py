@@ -19,7 +19,7 @@ from tests.report.pages import summary_of, text_of
 from tests.report.run_cases import REFUTED, audited, made_up, worrying
 from tests.test_cli import call, refused, run_file
 from torchfil.gate.gate import OUTCOMES, outcome, worst_of
-from torchfil.gate.policy import Policy, PolicyError, parse_policy
+from torchfil.gate.policy import Policy, PolicyError
 from torchfil.gate.rules import STATES, Verdict
 from torchfil.report import load, save, write_report
 
@@ -103,14 +103,6 @@ def test_the_page_does_not_stop_a_release_for_a_warning(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- presets
-
-
-def test_a_policy_extends_a_preset_entry_by_entry() -> None:
-    own = parse_policy({"extends": "clinical", "max_epsilon": 3.0, "levels": {"unit": "error"}})
-    assert (own.max_epsilon, own.min_error_share) == (3.0, 0.5)
-    assert own.levels == {"unit": "error", "max_group_disparity": "warn", "min_attacks": "warn"}
-    with pytest.raises(PolicyError, match="did you mean 'clinical'"):
-        parse_policy({"extends": "clinicl"})
 
 
 # ---------------------------------------------------------------------- several runs

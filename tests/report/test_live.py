@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import http.client
-import json
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -162,21 +158,6 @@ def test_a_bad_file_leaves_the_last_numbers_and_says_so(tmp_path: Path, damage: 
     path.write_bytes(whole)
     time.sleep(0.5)
     assert 'id="problem"></b>' in page.html()
-
-
-def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
-    path = save(run_at(50), tmp_path / "run.parquet")
-    command = [sys.executable, "-m", "torchfil", "watch", str(path), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        url = json.loads("".join(process.stdout.readline() for _ in range(4)))["url"]
-        place, _, secret = url.removeprefix("http://").partition("/")
-        connection = http.client.HTTPConnection(place, timeout=20)
-        connection.request("GET", f"/{secret}")
-        assert connection.getresponse().status == 200
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
-    assert (process.returncode, errors) == (0, "")
 
 
 # ------------------------------------------------------------------ in a browser

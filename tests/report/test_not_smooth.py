@@ -13,15 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.engine.loops import SIGMA, C, data, make, train
-from tests.report.pages import summary_of, text_of
-from tests.report.run_cases import made_up, owned, with_baselines, worrying
+from tests.report.run_cases import made_up, owned, worrying
 from tests.test_cli import call
 from torchfil.gate.gate import check, decision
 from torchfil.gate.pipelines import sarif
 from torchfil.gate.policy import Policy, parse_policy
 from torchfil.gate.rules import RULES
 from torchfil.questions import Absent
-from torchfil.report import load, save, write_report
+from torchfil.report import load, save
 from torchfil.report.card import NotReleasedError, card_of
 from torchfil.run.saved_run import SavedRun
 
@@ -145,28 +144,6 @@ def test_a_comparison_with_an_earlier_run_is_of_d_and_epsilon_alone() -> None:
             "question “sex”": "kept",
             "ε for everybody": "kept",
         }
-
-
-@pytest.mark.parametrize("redacted", [False, True])
-def test_the_first_screen_says_it(redacted: bool, tmp_path: Path) -> None:
-    run = with_baselines(worrying(safe=True), [0.5, 0.5])
-    plain = write_report(run, tmp_path / "smooth", redacted=redacted)
-    assert "not smooth" not in plain.read_text()
-    page = write_report(jumping(run), tmp_path / "report", redacted=redacted)
-    text = page.read_text()
-    first = text.index('id="not-smooth"')
-    assert text.index("<main>") < first < text.index('<section class="card')
-    assert "layer 1 (ReLU), layer &lt;b&gt;pool&lt;/b&gt; (MaxPool2d)" in text
-    assert "no guarantees" in text_of(page, "closeness")
-    assert "not smooth" in text_of(page, "decision")
-    assert "This model’s does not" in text_of(page, "assumptions")
-    summary = summary_of(page)
-    assert summary["about"]["model"]["not_smooth"] == JUMPS
-    if not redacted:
-        assert summary["decision"] == "Cannot tell yet"
-        assert summary_of(plain)["decision"] == "May be released"
-        assert "the model is not smooth" in text_of(page, "verdict")
-        assert "Replace layer 1 (ReLU)" in text_of(page, "options")
 
 
 def test_cards_and_the_command_line_say_it(tmp_path: Path) -> None:

@@ -48,17 +48,6 @@ Train = Callable[[float, int, int, Path], SavedRun]
 # ---------------------------------------------------------------------- small runs of several kinds
 
 
-class Reader(nn.Module):
-    """Reads a text by the mean of its tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.hidden, self.head = nn.Embedding(40, 4), nn.Linear(4, 8), nn.Linear(8, 2)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.hidden(self.words(tokens))).mean(dim=1))
-
-
 def patients(n: int, d: int, seed: int, *, numbers: bool = False) -> tuple[Tensor, Tensor]:
     """Rows of which some lie far out, with a label of two kinds or a number."""
     generator = torch.Generator().manual_seed(seed)
@@ -66,11 +55,6 @@ def patients(n: int, d: int, seed: int, *, numbers: bool = False) -> tuple[Tenso
     x[: n // 25] *= 2.5
     y = (x @ torch.randn(d, 1, generator=generator) + torch.randn(n, 1, generator=generator)) / d**0.5
     return x, y if numbers else (y[:, 0] > 0).long()
-
-
-def notes(n: int, seed: int) -> tuple[Tensor, Tensor]:
-    x = torch.randint(40, (n, 5), generator=torch.Generator().manual_seed(seed))
-    return x, ((x < 20).sum(1) > 2).long()
 
 
 def digits(n: int) -> tuple[Tensor, Tensor]:
@@ -167,10 +151,6 @@ CASES = [
     Case(
         *("digits, attributes", network(PICTURES, convolutional, track=("diagonal",), lr=0.5)),
         *(1.0, 80, ATTRIBUTE, {"min_attribute_error_share": 1.5}),
-    ),
-    Case(
-        *("texts, membership", network(notes(200, 24), Reader, questions=MEMBER, lr=0.5)),
-        *(1.5, 80, {"max_true_positive_rate"}, {}, {"max_true_positive_rate": {"member": 0.2}}),
     ),
     Case("linear model", linear(LinearRegression, 1500, 5), 0.01, 0, ERROR, {"min_error_share": 3.0}),
     Case(

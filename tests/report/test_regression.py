@@ -168,6 +168,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert call("gate", after, "--policy", policy, *options).exit_code == 0
     assert call("gate", after, "--policy", policy, *options, "--tolerance", 0.1).exit_code == 1
     assert call("gate", after, "--policy", policy).exit_code == 3
+    policy.write_text("max_epsilon = 8")
     for args, message in (
         (("--policy", policy, "--baseline", before), "no effect"),
         (("--fail-if-worse",), "--baseline"),

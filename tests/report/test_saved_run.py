@@ -20,10 +20,7 @@ from pyarrow import parquet
 from tests.engine.damage import cut_short
 from tests.report.run_cases import AUDIT, REFUTED, made_up, owned, pixelated, with_baselines, with_records, worrying
 from tests.report.run_files import edited, facts_of, same
-from torchfil.gate.gate import check
-from torchfil.gate.policy import Policy
-from torchfil.report import load, save, write_report
-from torchfil.report.summary import summarise
+from torchfil.report import load, save
 from torchfil.run.file import _CHECKSUM_SIZE
 from torchfil.run.saved_run import SavedRun, Texts
 from torchfil.run.stored import StoredArray
@@ -79,13 +76,6 @@ class TestReading:
         assert same(found.take(np.array([0, 6, 7, 20, 39])), run.take(np.array([0, 6, 7, 20, 39])))
         assert [len(part) for part in found.slices(15)] == [15, 15, 10]
         assert same(found.coded_group("sex"), run.coded_group("sex"))
-
-    def test_what_is_made_of_it(self, tmp_path: Path) -> None:
-        runs = made_up(), load(save(made_up(), tmp_path / "run.parquet", rows_at_once=7))
-        policy = Policy(min_mse_bound=0.1, max_individual_epsilon=1.0, max_group_disparity=1.5)
-        assert same(*(check(run, policy) for run in runs))
-        assert len({repr(summarise(run)) for run in runs}) == 1
-        assert len({write_report(run, tmp_path / "report").read_text() for run in runs}) == 1
 
 
 @pytest.mark.parametrize("name", ["named", "questions", "numbered"])

@@ -13,7 +13,7 @@ runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +114,6 @@ class Ledger:
 
         # what was added and is not booked yet
         self._queue: list[_Queued] = []
-        self._looks: list[tuple[int, int, Callable[[Tensor, Tensor], object]]] = []  # after how many entries, and n
         self._steps_queued = self._bytes_queued = 0
 
     @staticmethod
@@ -200,10 +199,6 @@ class Ledger:
         self._queue += queued
         self._bytes_queued, self._steps_queued = size, self._steps_queued + 1
 
-    def look_later(self, look: Callable[[Tensor, Tensor], object]) -> None:
-        """Call ``look`` with the traces and d of all examples as they are now, [n] each, when the queue is booked."""
-        self._looks.append((sum([len(rows) for rows, _ in self._queue]), self.num_examples, look))
-
     def flush_if_full(self) -> None:
         """Book what is queued if it is much."""
         if self._steps_queued >= STEPS_QUEUED or self._bytes_queued >= BYTES_QUEUED:
@@ -211,23 +206,9 @@ class Ledger:
 
     def flush(self) -> None:
         """Book what is queued; every reader does this first. After an exception all sums are as before."""
-        if self._looks:
-            self._look()
         if self._queue:
             self._book()
         self._queue, self._steps_queued, self._bytes_queued = [], 0, 0
-
-    def _look(self) -> None:
-        """Make the looks that are due, each at the sums that it would have found."""
-        looks, self._looks = self._looks, []
-        trace, own, first = self._sums["trace"].clone(), self._sums["num_coordinates"].clone(), 0
-        rows = torch.cat([rows for rows, _ in self._queue] or [torch.zeros(0, dtype=torch.long)]).to(self.device)
-        added, sizes = self._column("trace").to(trace.dtype), self._column("num_coordinates").to(own.dtype)
-        for end, num_examples, look in looks:
-            trace.index_add_(0, rows[first:end], added[first:end])
-            own.scatter_reduce_(0, rows[first:end], sizes[first:end], "amax")
-            look(trace[:num_examples], own[:num_examples].clamp(min=1))
-            first = end
 
     def _book(self) -> None:
         """Add what is queued to the sums, round by round."""

@@ -18,8 +18,6 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from torchfil.accounting.ids import ExampleIds
-from torchfil.accounting.ledger import Ledger
-from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.pace import Pace
 from torchfil.accounting.quantities import Needs, QuestionSpec, needs_of, tracked
 from torchfil.audit.canaries import Canaries
@@ -232,18 +230,6 @@ class Accounting:
     def needs(self) -> Needs:
         """What has to be measured at each step."""
         return needs_of(tuple(self.track))
-
-    def bytes_per_example(self, num_coordinates: int) -> int:
-        """The bytes that the ledger and the norm history keep for an example.
-
-        Args:
-            num_coordinates: d; only quantities by coordinate depend on it.
-
-        Example:
-            >>> Accounting().bytes_per_example(100), Accounting(track=("diagonal",)).bytes_per_example(100)
-            (136, 1336)
-        """
-        return Ledger.bytes_needed(1, num_coordinates, self.track, self.asked) + NormHistory.bytes_needed(1)
 
     @property
     def asked(self) -> dict[str, QuestionSpec]:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +86,7 @@ class Run:
         row_ids: The rows' ids, if the examples are owners.
 
     Attributes:
+        timeline: How the leakage grew.
         staged: The physical batches since the last release, in order.
         is_updated: Whether the update of the last booked step was made.
     """
@@ -121,7 +122,7 @@ class Run:
         self._whole: Whole | None = None  # what all ranks had booked when they were last combined
         self._exposed = max(2, round(_EXPOSED * expected_batch / (ranks.size if ranks is not None else 1)))
         self._steps_between_looks = max(1, round(1 / (_LOOKS_PER_PASS * self._passes_per_step)))
-        self._timeline = Timeline(self._steps_between_looks)
+        self.timeline = Timeline(self._steps_between_looks)
         num_rows = 0 if owners is None else len(owners.of_row)
         self._coordinates_of_rows = torch.zeros(num_rows, dtype=torch.long, device=device)  # seen so far, not shared
         self.pace = options.accounting.pace()
@@ -179,13 +180,6 @@ class Run:
         largest = None if rate is None else largest_divergences(self.accountant.history)
         conditions = Conditions(accounting.exact, rate, accounting.skips_steps, largest)
         return Leakage(ledger, self.ids, conditions)
-
-    @property
-    def timeline(self) -> Timeline:
-        """How the leakage grew."""
-        if self.ledger is not None:
-            self.ledger.flush()
-        return self._timeline
 
     # ------------------------------------------------------------------ a step
 
@@ -436,17 +430,17 @@ class Run:
     def _note_leakage(self, step: int) -> None:
         """Note the leakage so far, of all ranks, if it is due at this step (collective then)."""
         ledger = self.ledger
-        if not self._timeline.is_due(step):
+        if not self.timeline.is_due(step):
             return
         if self.ranks is None:
             if ledger is not None:
-                ledger.look_later(partial(self._timeline.note, step))
+                self.timeline.note(step, ledger.sums["trace"], ledger.own_coordinates)
         else:
             empty = torch.zeros(2, self.ids.num_examples, dtype=torch.float64)
             trace, own = empty if ledger is None else (ledger.sums["trace"], ledger.sums["num_coordinates"].double())
             trace, own = self.ranks.sum(trace), self.ranks.maximum(own)
             if bool(own.any()):  # nobody was drawn yet
-                self._timeline.note(step, trace.to(self.device), own.clamp(min=1).to(self.device))
+                self.timeline.note(step, trace.to(self.device), own.clamp(min=1).to(self.device))
 
     def _empty_history(self) -> NormHistory:
         together: dict[str, Any] = {}
@@ -504,7 +498,7 @@ class Run:
         self.pace.load_state_dict(state["pace"])
         self.not_smooth = list(state["not_smooth"])
         self.ids, self.ledger, self.history, self._whole = ids, ledger, history, None
-        self._timeline = timeline
+        self.timeline = timeline
         if self.persons is not None:
             self.persons.ledger = Ledger.from_state_dict(state["persons"][0])
             self.persons.last = state["persons"][1].clone()

@@ -178,7 +178,7 @@ class Estimate:
     def __getitem__(self, index: Any) -> Estimate:
         """The estimate of the chosen entries: an index, a slice, a list, a mask, or a tuple of these."""
 
-        def part(value: Any) -> Any:
+        def part(value: object) -> Any:
             return value[index] if isinstance(value, Tensor | Estimate) else value
 
         source = None if self.source is None else tuple(map(part, self.source))

@@ -147,7 +147,7 @@ def intervals(rows: Sequence[Row], *, axis: str, shares: bool = False) -> Markup
 
     Values stand on a logarithmic axis; shares between 0 and 100 %.
     """
-    left = 10 + 7.0 * min(max(len(row.name) for row in rows), _MOST_LETTERS)
+    left = 18 + 7.6 * min(max(len(row.name) for row in rows), _MOST_LETTERS)
     right = HALF - 12 - 7.0 * max(len(row.note) for row in rows)
     floor = 8 + 26 * len(rows)
     if shares:
