@@ -194,15 +194,6 @@ def test_a_training_step_without_a_private_one_is_refused_at_once(tmp_path: Path
     assert all(torch.equal(a, b) for a, b in zip(model().parameters(), trainer.model.parameters(), strict=True))
 
 
-def test_models_and_data_as_they_come(tmp_path: Path) -> None:
-    """Positions for the whole batch, a padding row that is not trained, a column that the model does not take."""
-    given: dict[str, Any] = {"model": model()}
-    given["model"].bert.embeddings.word_embeddings.padding_idx = 0
-    data = [{**example, "text": torch.zeros(3)} for example in examples()]
-    given["train_dataset"] = [{k: v for k, v in each.items() if k != "position_ids"} for each in data]
-    assert trained(tmp_path, given=given, per_device_train_batch_size=2, max_steps=4).state.global_step == 4
-
-
 def test_accumulation_draws_one_large_batch(tmp_path: Path) -> None:
     """k batches of B in one step are one Poisson batch of mean size kB: σ, q and ledger of a batch size of kB."""
     one, three = (

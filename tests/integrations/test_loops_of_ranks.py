@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -182,14 +181,6 @@ def test_two_ranks_are_one_process(ranks: RankPool, tmp_path: Path, fit: Any, op
     for part in parts:
         assert part.logged == pytest.approx(alone.logged, rel=1e-6)
     assert (tmp_path / "leakage.csv").read_text().count("\n") == 1 + len(alone.columns["fil"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("fit", "n"), [(lightning_fit, 40), (trainer_fit, 24)])
-def test_without_poisson_sampling_ranks_deal_out_the_data(ranks: RankPool, tmp_path: Path, fit: Any, n: int) -> None:
-    draws = all_draws(ranks.run(fit, str(tmp_path), poisson_sampling=False, n=n))
-    for half in (draws[: len(draws) // 2], draws[len(draws) // 2 :]):  # the passes over the data
-        assert Counter(i for drawn in half for i in drawn) == dict.fromkeys(range(n), 1)
 
 
 def test_a_fit_of_ranks_goes_on_from_its_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
