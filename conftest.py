@@ -1,4 +1,7 @@
-"""Modules that need a package that is not everywhere are not collected where it is not installed; long tests wait."""
+"""Modules that need a package that is not everywhere are not collected where it is not installed.
+
+Long tests wait.
+"""
 
 import gc
 import os
@@ -19,11 +22,16 @@ if find_spec("triton") is None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Combinations that others stand for are slow; tests that take minutes run where asked for: ``make test-long``."""
+    """Combinations that others stand for are slow.
+
+    Tests that take minutes run where asked for: ``make test-long``.
+    """
     _mark_products(items)
     if os.environ.get("TORCHFIL_LONG") == "1":
         return
-    skipped = pytest.mark.skip(reason="takes minutes: make test-long, or TORCHFIL_LONG=1 in the environment")
+    skipped = pytest.mark.skip(
+        reason="takes minutes: make test-long, or TORCHFIL_LONG=1 in the environment"
+    )
     for item in items:
         if item.get_closest_marker("long") is not None:
             item.add_marker(skipped)
@@ -37,15 +45,20 @@ def _mark_products(items: list[pytest.Item]) -> None:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for combinations in tests.values():
         given = [list(item.callspec.params.values()) for item in combinations]  # type: ignore[attr-defined]
-        axes = [list(dict.fromkeys(map(id, axis))) for axis in zip(*given, strict=True)]  # a value is one object in all
+        # a value is one object in all
+        axes = [list(dict.fromkeys(map(id, axis))) for axis in zip(*given, strict=True)]
         quick = diagonal(tuple(map(len, axes)))
         for item, values in zip(combinations, given, strict=True):
-            if tuple(axis.index(id(value)) for axis, value in zip(axes, values, strict=True)) not in quick:
+            if (
+                tuple(axis.index(id(value)) for axis, value in zip(axes, values, strict=True))
+                not in quick
+            ):
                 item.add_marker(pytest.mark.slow)
 
 
 def diagonal(lengths: tuple[int, ...]) -> set[tuple[int, ...]]:
-    """Places in a grid: every value of every axis, and every combination of all axes but the longest where it fits.
+    """Places in a grid: every value of every axis, and every combination of all axes but the
+    longest where it fits.
 
     >>> sorted(diagonal((3, 2)))
     [(0, 0), (1, 1), (2, 0)]
@@ -57,18 +70,26 @@ def diagonal(lengths: tuple[int, ...]) -> set[tuple[int, ...]]:
         strides.append(1 if axis == longest else stride)
         stride *= 1 if axis == longest else length
     count = max(lengths[longest], stride)
-    return {tuple(k // step % length for step, length in zip(strides, lengths, strict=True)) for k in range(count)}
+    return {
+        tuple(k // step % length for step, length in zip(strides, lengths, strict=True))
+        for k in range(count)
+    }
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the garbage collector need not look at it again (0.2 s and more in every collection)."""
+    """What was imported stays: the garbage collector need not look at it again (0.2 s and more in
+    every collection).
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def repeatable_noise() -> None:
-    """Runs of the tests can be repeated; tests of the noise, and of what users see, take ``noise_of_users``."""
+    """Runs of the tests can be repeated.
+
+    Tests of the noise, and of what users see, take ``noise_of_users``.
+    """
     from tests.repeatable import inject
 
     inject()
@@ -85,9 +106,11 @@ def noise_of_users() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def renyi_divergences_once() -> Iterator[None]:
-    """Opacus's RDP of one step at one order is computed once for the same q, σ and α: the tests ask for few of them.
+    """Opacus's RDP of one step at one order is computed once for the same q, σ and α: the tests ask
+    for few of them.
 
-    A whole ε asks for 154 orders, half a second; hundreds of small runs share their q and σ. The function is pure.
+    A whole ε asks for 154 orders, half a second; hundreds of small runs share their q and σ. The
+    function is pure.
     """
     from opacus.accountants.analysis import rdp
 

@@ -1,9 +1,10 @@
 """What the accounting costs on this machine, in one run.
 
-    python -m benchmarks [--device cuda] [--quick] [--models mnist cifar] [--sections models run] [--out FOLDER]
+    python -m benchmarks [--device cuda] [--quick] [--models mnist cifar] [--sections models run]
+    [--out FOLDER]
 
-Writes FOLDER/<device>.json and .md, and rewrites them after every part. If a part fails, they hold the reason. Parts
-that are not run again keep their results if machine and versions are the same.
+Writes FOLDER/<device>.json and .md, and rewrites them after every part. If a part fails, they hold
+the reason. Parts that are not run again keep their results if machine and versions are the same.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ SECTIONS = ("models", "run")
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        "python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=SECTIONS)
-    parser.add_argument("--quick", action="store_true", help="few repeats: the whole in minutes on a CPU")
+    parser.add_argument(
+        "--quick", action="store_true", help="few repeats: the whole in minutes on a CPU"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -72,7 +77,10 @@ def machine(device: str) -> Json:
 
 
 def resumed(path: Path, present: Json) -> Json:
-    """The results of an earlier run on the same machine, if it was as thorough as this one; else ``present``."""
+    """The results of an earlier run on the same machine, if it was as thorough as this one.
+
+    Else ``present``.
+    """
     earlier: Json = json.loads(path.read_text()) if path.exists() else {}
     return earlier if all(earlier.get(key) == value for key, value in present.items()) else present
 

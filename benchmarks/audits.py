@@ -5,10 +5,11 @@
     python -m benchmarks.audits --cost [--device cuda]
     python -m benchmarks.audits --draw digits.json mnist.json --picture audits.png
 
-For every ε and seed a run is trained with the noise that spends this ε, and audited at the same δ. The table has the
-audited ε by both methods, the most that so many canaries can show, and the accuracy beside that of a run without
-canaries. Runs are sound, so at most one in twenty should be audited above its claim. ``--cost`` compares the step of
-MNIST's CNN with and without canaries, in turns.
+For every ε and seed a run is trained with the noise that spends this ε, and audited at the same δ.
+The table has the audited ε by both methods, the most that so many canaries can show, and the
+accuracy beside that of a run without canaries. Runs are sound, so at most one in twenty should be
+audited above its claim. ``--cost`` compares the step of MNIST's CNN with and without canaries, in
+turns.
 """
 
 from __future__ import annotations
@@ -43,9 +44,20 @@ Task = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], nn.Module, int, int, 
 def digits() -> Task:
     """Scikit-learn's digits, a wide network; batch size, epochs, learning rate and C."""
     images, labels = small_digits()
-    x, order = images.flatten(1), torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    x, order = (
+        images.flatten(1),
+        torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)),
+    )
     network = nn.Sequential(nn.Linear(64, 200), nn.Tanh(), nn.Linear(200, 10))
-    return (x[order[:1440]], labels[order[:1440]]), (x[order[1440:]], labels[order[1440:]]), network, 144, 20, 1.0, 1.0
+    return (
+        (x[order[:1440]], labels[order[:1440]]),
+        (x[order[1440:]], labels[order[1440:]]),
+        network,
+        144,
+        20,
+        1.0,
+        1.0,
+    )
 
 
 def mnist() -> Task:
@@ -90,19 +102,40 @@ def private_run(
 def audited(name: str, kind: str, count: int, epsilon: float, seed: int, device: str) -> Json:
     """One run and its audit, as numbers."""
     start = time.perf_counter()
-    held_out = None if kind == "directions" else TensorDataset(*(part.to(device) for part in TASKS[name]()[1]))
-    engine, optimizer, accuracy = private_run(TASKS[name], Canaries(count, held_out), epsilon, seed, device)
+    held_out = (
+        None
+        if kind == "directions"
+        else TensorDataset(*(part.to(device) for part in TASKS[name]()[1]))
+    )
+    engine, optimizer, accuracy = private_run(
+        TASKS[name], Canaries(count, held_out), epsilon, seed, device
+    )
     trained, audit = time.perf_counter() - start, engine.audit(delta=DELTA)
-    found = {"data": name, "seed": seed, "accuracy": accuracy, "seconds": trained, **audit.as_dict()}
+    found = {
+        "data": name,
+        "seed": seed,
+        "accuracy": accuracy,
+        "seconds": trained,
+        **audit.as_dict(),
+    }
     found["seconds_of_audit"] = time.perf_counter() - start - trained
     return found | {"noise_multiplier": float(optimizer.noise_multiplier)}
 
 
 def print_row(found: Json) -> None:
     methods = ", ".join(f"{name} {value:.2f}" for name, value in found["by_method"].items())
-    claim = f"{found['data']:7} {found['num_canaries']:6} {found['kind']:11} claimed {found['claimed']:5.2f}"
-    rest = f"ceiling {found['ceiling']:.2f}, p {found['p_value']:.2g}, accuracy {found['accuracy']:.4f}"
-    print(f"{claim}, audited ≥ {found['epsilon']:.2f} ({methods}), {rest}, seed {found['seed']}", flush=True)
+    claim = (
+        f"{found['data']:7} {found['num_canaries']:6} {found['kind']:11} claimed "
+        f"{found['claimed']:5.2f}"
+    )
+    rest = (
+        f"ceiling {found['ceiling']:.2f}, p {found['p_value']:.2g}, accuracy "
+        f"{found['accuracy']:.4f}"
+    )
+    print(
+        f"{claim}, audited ≥ {found['epsilon']:.2f} ({methods}), {rest}, seed {found['seed']}",
+        flush=True,
+    )
 
 
 def cost(device: str, steps: int, batch: int = 256) -> list[Json]:
@@ -138,15 +171,26 @@ def cost(device: str, steps: int, batch: int = 256) -> list[Json]:
                 one_step(way, engine, model, optimizer, x_, y_)
                 synchronize(device)
                 times.append((time.perf_counter() - start) / len(x_) * batch)
-        medians = {name: 1e3 * statistics.median(run[-1][len(run[-1]) // 3 :]) for name, run in runs.items()}
+        medians = {
+            name: 1e3 * statistics.median(run[-1][len(run[-1]) // 3 :])
+            for name, run in runs.items()
+        }
         results.append({"way": way, "device": device, **medians})
-        ratios = ", ".join(f"{name} {value:.2f} ms ({value / medians['none']:.2f})" for name, value in medians.items())
+        ratios = ", ".join(
+            f"{name} {value:.2f} ms ({value / medians['none']:.2f})"
+            for name, value in medians.items()
+        )
         print(f"{way:10} {ratios}", flush=True)
     return results
 
 
 def one_step(
-    way: str, engine: FILPrivacyEngine, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor
+    way: str,
+    engine: FILPrivacyEngine,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    x: Tensor,
+    y: Tensor,
 ) -> None:
     if way == "train_step":
         engine.train_step(x, y)
@@ -157,20 +201,38 @@ def one_step(
 
 
 def draw(files: list[Path], picture: Path) -> None:
-    """Audited against claimed ε: a point for each run, the ceilings, and the line that sound audits stay below."""
+    """Audited against claimed ε: a point for each run, the ceilings, and the line that sound audits
+    stay below.
+    """
     import matplotlib.pyplot as plt
 
-    rows = [row for file in files for row in json.loads(file.read_text())["runs"] if row["kind"] == "directions"]
+    rows = [
+        row
+        for file in files
+        for row in json.loads(file.read_text())["runs"]
+        if row["kind"] == "directions"
+    ]
     figure, axis = plt.subplots(figsize=(6.4, 4.4))
     groups = sorted({(row["data"], row["num_canaries"]) for row in rows})
     for place, (name, count) in enumerate(groups):
         own = [row for row in rows if (row["data"], row["num_canaries"]) == (name, count)]
         shift = 1 + 0.03 * (place - (len(groups) - 1) / 2)
-        label = f"{name.replace('mnist', 'MNIST')}, {count:,} canaries (can show at most {own[0]['ceiling']:.1f})"
-        axis.plot([shift * row["claimed"] for row in own], [row["epsilon"] for row in own], "o", ms=5, label=label)
+        label = (
+            f"{name.replace('mnist', 'MNIST')}, {count:,} canaries (can show at most "
+            f"{own[0]['ceiling']:.1f})"
+        )
+        axis.plot(
+            [shift * row["claimed"] for row in own],
+            [row["epsilon"] for row in own],
+            "o",
+            ms=5,
+            label=label,
+        )
     axis.plot([0, 9], [0, 9], color="0.4", lw=1, label="as much as claimed")
     axis.plot([4], [1.8], "k*", ms=11, label="CIFAR-10, white box (Steinke et al. 2023)")
-    axis.set(xlabel="claimed ε (groups are drawn side by side)", ylabel="audited ε (lower bound, 95 %)")
+    axis.set(
+        xlabel="claimed ε (groups are drawn side by side)", ylabel="audited ε (lower bound, 95 %)"
+    )
     axis.set(xlim=(0, 9), ylim=(0, 9))
     axis.legend(frameon=False, fontsize=8)
     figure.tight_layout()
@@ -203,7 +265,9 @@ def main() -> None:
             for epsilon in options.epsilons:
                 for seed in range(options.seeds):
                     plain = private_run(TASKS[name], None, epsilon, seed, options.device)[2]
-                    results["without_canaries"].append({"data": name, "claimed": epsilon, "accuracy": plain})
+                    results["without_canaries"].append(
+                        {"data": name, "claimed": epsilon, "accuracy": plain}
+                    )
                     for count in options.canaries:
                         found = audited(name, options.kind, count, epsilon, seed, options.device)
                         print_row(found)

@@ -1,11 +1,21 @@
-"""One model, every method: time in multiples of the Opacus step, peak memory, and the paper's method."""
+"""One model, every method: time in multiples of the Opacus step, peak memory, and the paper's
+method.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from benchmarks.loops import MODELS, UNIT, Loop, Model, Variant, variants
-from benchmarks.measuring import Json, Work, attempt, peak_gigabytes, reason_of, seconds_in_turns, tidy
+from benchmarks.measuring import (
+    Json,
+    Work,
+    attempt,
+    peak_gigabytes,
+    reason_of,
+    seconds_in_turns,
+    tidy,
+)
 from benchmarks.paper import PAPER_COORDINATES, coordinate_cost
 
 __all__ = ["compare"]
@@ -15,8 +25,8 @@ def compare(name: str, device: str, *, quick: bool) -> Json:
     """Time all methods on one model, in turns.
 
     Returns:
-        "batch"; "rows": by method "seconds", "ratio" (to Opacus's hooks), "peak_gb", or "failed"; "paper": the cost of
-        the paper's coordinates.
+        "batch"; "rows": by method "seconds", "ratio" (to Opacus's hooks), "peak_gb", or "failed";
+        "paper": the cost of the paper's coordinates.
     """
     model = MODELS[name]
     if quick and not device.startswith("cuda"):

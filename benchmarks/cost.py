@@ -1,12 +1,15 @@
-"""What a private step costs, as README shows it: whole epochs with the real Poisson loader, and preloaded batches.
+"""What a private step costs, as README shows it: whole epochs with the real Poisson loader, and
+preloaded batches.
 
-    python -m benchmarks.cost [--device cuda] [--models mnist resnet18 …] [--epochs 5] [--out FILE.json]
+    python -m benchmarks.cost [--device cuda] [--models mnist resnet18 …] [--epochs 5] [--out
+    FILE.json]
 
-Every method trains the same model on the same data, all methods in turns of one epoch. The unit is an epoch of stock
-Opacus with hooks. Milliseconds are those of a batch of the expected size, because the draws of an epoch vary. In the
-first table the loader draws, fetches and moves every batch; in the second the batches lie on the device already. "Full
-speed after" counts the steps of a new run until one takes at most 1.5 times as long as a later one, and the seconds
-that those first steps take in excess.
+Every method trains the same model on the same data, all methods in turns of one epoch. The unit is
+an epoch of stock Opacus with hooks. Milliseconds are those of a batch of the expected size, because
+the draws of an epoch vary. In the first table the loader draws, fetches and moves every batch; in
+the second the batches lie on the device already. "Full speed after" counts the steps of a new run
+until one takes at most 1.5 times as long as a later one, and the seconds that those first steps
+take in excess.
 """
 
 from __future__ import annotations
@@ -80,12 +83,19 @@ def _pictures(model: Callable[[], nn.Module], count: int, channels: int, size: i
     return build
 
 
-def _texts(model: Callable[[], nn.Module], count: int, length: int, words: int, *, causal: bool = False) -> Build:
+def _texts(
+    model: Callable[[], nn.Module], count: int, length: int, words: int, *, causal: bool = False
+) -> Build:
     def build() -> tuple[nn.Module, Data]:
         ids = torch.randint(1, words, (count, length))
-        positions = torch.arange(length).expand(count, length).contiguous()  # by example, as Opacus's hooks need it
+        # by example, as Opacus's hooks need it
+        positions = torch.arange(length).expand(count, length).contiguous()
         labels = ids if causal else torch.randint(2, (count,))
-        columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
+        columns = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": positions,
+        }
         return model(), Columns({**columns, "labels": labels})
 
     return build
@@ -94,14 +104,23 @@ def _texts(model: Callable[[], nn.Module], count: int, length: int, words: int, 
 def _bert(*, base: bool = False, lora: bool = False) -> nn.Module:
     import transformers
 
-    small = {"vocab_size": 1000, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    small = {
+        "vocab_size": 1000,
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    }
     small |= {"intermediate_size": 512, "max_position_embeddings": 128}
-    model = transformers.BertForSequenceClassification(transformers.BertConfig(**({} if base else small)))
+    model = transformers.BertForSequenceClassification(
+        transformers.BertConfig(**({} if base else small))
+    )
     if not lora:
         return model
     import peft
 
-    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=["query", "value"], task_type="SEQ_CLS"))
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=8, target_modules=["query", "value"], task_type="SEQ_CLS")
+    )
 
 
 def _gpt2(*, base: bool = False) -> nn.Module:
@@ -113,11 +132,19 @@ def _gpt2(*, base: bool = False) -> nn.Module:
 
 
 def _llama(*, layers: int = 22) -> nn.Module:
-    """TinyLlama's shape (1.1 billion parameters), frozen, with LoRA r = 16 in attention; all held in bfloat16."""
+    """TinyLlama's shape (1.1 billion parameters), frozen, with LoRA r = 16 in attention.
+
+    All held in bfloat16.
+    """
     import peft
     import transformers
 
-    sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4}
+    sizes = {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    }
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=layers, vocab_size=32_000)
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     chosen = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -126,7 +153,9 @@ def _llama(*, layers: int = 22) -> nn.Module:
 
 
 def _timm(name: str, **sizes: int) -> nn.Module:
-    """timm, also where ``make test-integrations`` puts it: beside the environment, with torchvision without CUDA."""
+    """timm, also where ``make test-integrations`` puts it: beside the environment, with torchvision
+    without CUDA.
+    """
     sys.path.append(str(Path(sys.prefix) / "vision"))
     from tests.opacus_suite.vision import import_torchvision
 
@@ -170,12 +199,26 @@ CASES = {
         "mnist": Case("MNIST CNN", 600, _pictures(zoo.mnist_cnn, 60_000, 1, 28)),
         "resnet18": Case("ResNet-18, GroupNorm", 128, _pictures(zoo.resnet18, 5120, 3, 32)),
         "bert": Case("BERT-base", 32, BERT_TEXTS, EMBEDDINGS),
-        "bert_bfloat16": Case("BERT-base, bfloat16 autocast", 32, BERT_TEXTS, EMBEDDINGS, autocast=True),
+        "bert_bfloat16": Case(
+            "BERT-base, bfloat16 autocast", 32, BERT_TEXTS, EMBEDDINGS, autocast=True
+        ),
         "lora": Case("LoRA r = 8 on BERT-base", 32, LORA_TEXTS, ADAPTED),
-        "gpt2": Case("GPT-2 small", 16, _texts(partial(_gpt2, base=True), 160, 128, 50_000, causal=True), WORDS),
+        "gpt2": Case(
+            "GPT-2 small",
+            16,
+            _texts(partial(_gpt2, base=True), 160, 128, 50_000, causal=True),
+            WORDS,
+        ),
         "vit": Case("ViT-Base/16", 32, _pictures(VIT, 320, 3, 224)),
-        "convnext": Case("ConvNeXt-Tiny", 32, _pictures(partial(_timm, "convnext_tiny"), 320, 3, 224)),
-        "llama": Case("Llama 1.1B, LoRA r = 16, bfloat16", 8, _texts(_llama, 80, 512, 32_000, causal=True), TOKENS),
+        "convnext": Case(
+            "ConvNeXt-Tiny", 32, _pictures(partial(_timm, "convnext_tiny"), 320, 3, 224)
+        ),
+        "llama": Case(
+            "Llama 1.1B, LoRA r = 16, bfloat16",
+            8,
+            _texts(_llama, 80, 512, 32_000, causal=True),
+            TOKENS,
+        ),
     },
 }
 
@@ -183,7 +226,9 @@ CASES = {
 class Run:
     """A model in training by one method."""
 
-    def __init__(self, case: Case, method: str, num_probes: int, device: str, *, preloaded: bool) -> None:
+    def __init__(
+        self, case: Case, method: str, num_probes: int, device: str, *, preloaded: bool
+    ) -> None:
         torch.manual_seed(0)
         self.method, self.device = method, device
         self.autocast = torch.autocast(device.split(":")[0], torch.bfloat16, enabled=case.autocast)
@@ -266,11 +311,17 @@ def measure(case: Case, device: str, epochs: int, *, preloaded: bool, first: int
         try:
             runs[title] = Run(case, method, probes, device, preloaded=preloaded)
             start = time.perf_counter()
-            begun = runs[title].first_steps(first if device.startswith("cuda") and not preloaded else 4)
+            begun = runs[title].first_steps(
+                first if device.startswith("cuda") and not preloaded else 4
+            )
             later = statistics.median(begun[len(begun) // 2 :])
             slow = [k for k, seconds in enumerate(begun) if seconds > SLOW * later]
             excess = sum(begun[k] - later for k in slow)
-            rows[title] = {"slow_steps": len(slow), "last_slow_step": max(slow, default=-1) + 1, "excess": excess}
+            rows[title] = {
+                "slow_steps": len(slow),
+                "last_slow_step": max(slow, default=-1) + 1,
+                "excess": excess,
+            }
             rows[title]["began_in"] = time.perf_counter() - start
         except Exception as error:
             runs.pop(title, None)
@@ -280,7 +331,11 @@ def measure(case: Case, device: str, epochs: int, *, preloaded: bool, first: int
         for title, run in runs.items():
             taken[title].append(run.epoch())
     for title, parts in taken.items():
-        rows[title]["ms"] = 1e3 * case.batch * statistics.median(seconds / examples for seconds, examples in parts[1:])
+        rows[title]["ms"] = (
+            1e3
+            * case.batch
+            * statistics.median(seconds / examples for seconds, examples in parts[1:])
+        )
     for row in rows.values():
         if "ms" in row and "ms" in rows[UNIT]:
             row["ratio"] = row["ms"] / rows[UNIT]["ms"]
@@ -292,13 +347,19 @@ def measure(case: Case, device: str, epochs: int, *, preloaded: bool, first: int
 def table(results: Json, kind: str) -> str:
     """Ratios and milliseconds as a Markdown table."""
     shown = [part[kind] for part in results.values() if kind in part]
-    lines = ["| | " + " | ".join(f"{part['title']}, batch {part['batch']}" for part in shown) + " |"]
+    lines = [
+        "| | " + " | ".join(f"{part['title']}, batch {part['batch']}" for part in shown) + " |"
+    ]
     lines.append("|---" * (len(shown) + 1) + "|")
     for method in METHODS:
         cells = []
         for part in shown:
             row = part["rows"].get(method, {})
-            cells.append(f"{row['ratio']:.2f} ({row['ms']:.1f} ms)" if "ratio" in row else row.get("failed", "–")[:40])
+            cells.append(
+                f"{row['ratio']:.2f} ({row['ms']:.1f} ms)"
+                if "ratio" in row
+                else row.get("failed", "–")[:40]
+            )
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -308,12 +369,16 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--tables", nargs="+", default=["epochs", "preloaded"], choices=["epochs", "preloaded"])
+    parser.add_argument(
+        "--tables", nargs="+", default=["epochs", "preloaded"], choices=["epochs", "preloaded"]
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     cases = CASES["cuda" if options.device.startswith("cuda") else "cpu"]
-    machine = torch.cuda.get_device_name() if options.device.startswith("cuda") else platform.machine()
+    machine = (
+        torch.cuda.get_device_name() if options.device.startswith("cuda") else platform.machine()
+    )
     results: Json = {}
     for name in options.models or cases:
         results[name] = {}
@@ -327,7 +392,9 @@ def main() -> None:
             print(name, kind, json.dumps(results[name].get(kind, {}).get("rows")), flush=True)
             if options.out is not None:
                 options.out.write_text(
-                    json.dumps({"machine": machine, "torch": torch.__version__, **results}, indent=1)
+                    json.dumps(
+                        {"machine": machine, "torch": torch.__version__, **results}, indent=1
+                    )
                 )
     for kind in options.tables:
         print(f"\n{kind}\n\n{table(results, kind)}")

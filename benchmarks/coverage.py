@@ -1,9 +1,10 @@
-"""Are one run's intervals valid? Many private runs on digits: each run's lower ends against the mean of all runs.
+"""Are one run's intervals valid? Many private runs on digits: each run's lower ends against the
+mean of all runs.
 
-The bound of an example is d / E[tr I], a mean over everything that is random in a run. Many runs give that mean. Each
-run reports the lower end of a 95 % interval, which may lie above the bound for at most 2.5 % of the examples. The same
-is checked for D of two questions (was the example in the data; does it have the next label): there, the upper end may
-lie below the mean for at most 2.5 %.
+The bound of an example is d / E[tr I], a mean over everything that is random in a run. Many runs
+give that mean. Each run reports the lower end of a 95 % interval, which may lie above the bound for
+at most 2.5 % of the examples. The same is checked for D of two questions (was the example in the
+data; does it have the next label): there, the upper end may lie below the mean for at most 2.5 %.
 
 OMP_NUM_THREADS=1 python -m benchmarks.coverage --runs 40
 OMP_NUM_THREADS=1 python -m benchmarks.coverage --simulate --runs 60   # SGD, momentum, Adam: simulated_runs.py
@@ -34,7 +35,10 @@ __all__ = ["Readings", "main", "readings_of"]
 EXAMPLES, BATCH = 1000, 100
 LEARNING_RATES = (0.5, 2.0)
 PARTICIPATIONS = (10, 40)
-QUESTIONS = {"member": Absent(), "label": Change(lambda inputs, targets: (inputs, (targets + 1) % 10))}
+QUESTIONS = {
+    "member": Absent(),
+    "label": Change(lambda inputs, targets: (inputs, (targets + 1) % 10)),
+}
 
 
 @dataclass
@@ -75,20 +79,31 @@ class Readings:
             self.high_of_divergences.setdefault(question, []).append(divergence.interval(0.95)[1])
 
     def shares(self, num_coordinates: int) -> dict[str, float]:
-        """The share of (run, example) whose lower end is too high, in percent, and how low the ends are."""
-        trace, low, probes = torch.stack(self.trace), torch.stack(self.low), torch.stack(self.low_of_probes)
+        """The share of (run, example) whose lower end is too high, in percent, and how low the ends
+        are.
+        """
+        trace, low, probes = (
+            torch.stack(self.trace),
+            torch.stack(self.low),
+            torch.stack(self.low_of_probes),
+        )
         truth = num_coordinates / trace.mean(dim=0)
         claimed = low > 0
         bound = num_coordinates / trace
-        largest = trace <= trace.quantile(0.01, dim=1, keepdim=True)  # the safest-looking hundredth of each run
+        # the safest-looking hundredth of each run
+        largest = trace <= trace.quantile(0.01, dim=1, keepdim=True)
         found = {
             "too high, probes alone": _percent(probes > truth, probes > 0),
             "claimed": 100 * float(claimed.double().mean()),
             "too high": _percent(low > truth, claimed),
-            "too high, worst run": max(_percent(a, b) for a, b in zip(low > truth, claimed, strict=True)),
+            "too high, worst run": max(
+                _percent(a, b) for a, b in zip(low > truth, claimed, strict=True)
+            ),
             "too high, safest-looking 1 %": _percent(low > truth, claimed & largest),
             "median end over bound": float((low / bound)[claimed].median()),
-            "smallest end over smallest bound": float(low.where(claimed, bound).amin(dim=1).max() / truth.min()),
+            "smallest end over smallest bound": float(
+                low.where(claimed, bound).amin(dim=1).max() / truth.min()
+            ),
         }
         if self.attributes:
             value, high = torch.stack(self.attributes), torch.stack(self.high_of_attributes)
@@ -105,7 +120,9 @@ class Readings:
 def readings_of(
     lr: float, runs: int, *, participations: tuple[int, ...] = PARTICIPATIONS, **accounting: Any
 ) -> dict[int, Readings]:
-    """Runs of a tanh network from the same weights (σ = C = 1), read after given expected participations."""
+    """Runs of a tanh network from the same weights (σ = C = 1), read after given expected
+    participations.
+    """
     x, y = small_digits()
     data = TensorDataset(x[:EXAMPLES], y[:EXAMPLES])
     steps = {round(count * EXAMPLES / BATCH): count for count in participations}
@@ -148,13 +165,17 @@ def _percent(wrong: Tensor, among: Tensor) -> float:
 
 def main() -> None:
     """Print a table, and write it to a file if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=40)
     parser.add_argument("--probes", type=int, default=3)
     parser.add_argument("--track", nargs="*", default=[])
     parser.add_argument("--lr", type=float, nargs="+", default=LEARNING_RATES)
     parser.add_argument("--out", type=Path, help="a JSON file for the numbers")
-    parser.add_argument("--simulate", action="store_true", help="simulated runs under SGD, momentum and Adam")
+    parser.add_argument(
+        "--simulate", action="store_true", help="simulated runs under SGD, momentum and Adam"
+    )
     given = parser.parse_args()
     warnings.filterwarnings("ignore", message="Full backward hook is firing")
     torch.set_num_threads(1)
@@ -162,13 +183,20 @@ def main() -> None:
     results: dict[str, dict[str, float]] = {}
     for setting in simulated_runs.SETTINGS if given.simulate else ():
         results[str(setting)] = found = simulated_runs.shares(setting, given.runs)
-        print(f"{setting!s:<46}" + "  ".join(f"{name} {value:.3g}" for name, value in found.items()), flush=True)
+        print(
+            f"{setting!s:<46}" + "  ".join(f"{name} {value:.3g}" for name, value in found.items()),
+            flush=True,
+        )
     for lr in () if given.simulate else given.lr:
         began = time.perf_counter()
-        for count, readings in readings_of(lr, given.runs, num_probes=given.probes, track=tuple(given.track)).items():
+        for count, readings in readings_of(
+            lr, given.runs, num_probes=given.probes, track=tuple(given.track)
+        ).items():
             results[f"lr {lr:g}, {count} participations"] = found = readings.shares(64)
             print(f"lr {lr:g}, {count} participations, {given.runs} runs, {given.probes} probes")
-            print("".join(f"  {name:<34}{value:8.3g}\n" for name, value in found.items()), flush=True)
+            print(
+                "".join(f"  {name:<34}{value:8.3g}\n" for name, value in found.items()), flush=True
+            )
         print(f"  {time.perf_counter() - began:.0f} s", flush=True)
     if given.out is not None:
         given.out.write_text(json.dumps(results, indent=1) + "\n")

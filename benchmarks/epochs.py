@@ -1,4 +1,6 @@
-"""A whole run, from ``make_private`` to the last epoch: Opacus against torchfil with a target accuracy of FIL."""
+"""A whole run, from ``make_private`` to the last epoch: Opacus against torchfil with a target
+accuracy of FIL.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def whole_run(device: str, *, quick: bool) -> Json:
     """Twenty epochs of the MNIST CNN on 60,000 digits (one on 6,000 if quick), in turns.
 
     Returns:
-        "epochs", "seconds" by method, "ratio", and torchfil's median relative standard error at the end.
+        "epochs", "seconds" by method, "ratio", and torchfil's median relative standard error at the
+        end.
     """
     epochs, count, rounds = (1, 6000, 1) if quick else (20, 60_000, 2)
     x, y = digits(count)
@@ -52,7 +55,9 @@ def whole_run(device: str, *, quick: bool) -> Json:
 def _start(data: ResidentDataset, device: str) -> Json:
     torch.manual_seed(0)
     module = zoo.mnist_cnn().to(device)
-    loader = DataLoader(data, BATCH, collate_fn=data.collate, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(
+        data, BATCH, collate_fn=data.collate, generator=torch.Generator().manual_seed(1)
+    )
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     return {
         "module": module,
@@ -83,8 +88,12 @@ def _torchfil(data: ResidentDataset, device: str, epochs: int) -> tuple[float, f
     start = time.perf_counter()
     engine = FILPrivacyEngine()
     memory = 2**35 if device.startswith("cuda") else 2**30
-    accounting = Accounting(rel_error=REL_ERROR, epochs=epochs, execution=Execution(max_memory=memory))
-    _, _, loader = engine.make_private(**given, criterion=nn.CrossEntropyLoss(), accounting=accounting)
+    accounting = Accounting(
+        rel_error=REL_ERROR, epochs=epochs, execution=Execution(max_memory=memory)
+    )
+    _, _, loader = engine.make_private(
+        **given, criterion=nn.CrossEntropyLoss(), accounting=accounting
+    )
     for _ in range(epochs):
         for x, y in loader:
             engine.train_step(x, y)

@@ -1,4 +1,5 @@
-"""Exact spectral FIL of every example, compared with the paper's method: a Jacobian and an SVD per example.
+"""Exact spectral FIL of every example, compared with the paper's method: a Jacobian and an SVD per
+example.
 
 python benchmarks/glm_fil.py [--large]
 """
@@ -16,7 +17,9 @@ from torchfil.glm import LogisticRegression
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--large", action="store_true", help="also one million examples of 100 columns")
+    parser.add_argument(
+        "--large", action="store_true", help="also one million examples of 100 columns"
+    )
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     for n, d in [(12_665, 784)] + [(1_000_000, 100)] * options.large:
@@ -43,9 +46,13 @@ def main() -> None:
 
         error = np.abs(eta[sample] / theirs - 1).max()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(f"n = {n:,}, d = {d}: fit {fitted:.1f} s, every example {ours:.1f} s, the whole set {everybody:.1f} s")
         print(
-            f"  an SVD per example {paper:.0f} s (64 timed): × {paper / ours:.0f}; they differ by {error:.1e} relative"
+            f"n = {n:,}, d = {d}: fit {fitted:.1f} s, every example {ours:.1f} s, the whole set "
+            f"{everybody:.1f} s"
+        )
+        print(
+            f"  an SVD per example {paper:.0f} s (64 timed): × {paper / ours:.0f}; they differ by "
+            f"{error:.1e} relative"
         )
         print(f"  peak memory of the process {peak:.1f} GiB")
 

@@ -56,7 +56,10 @@ def random_images(channels: int, size: int) -> Data:
 
 
 def digits(count: int) -> tuple[Tensor, Tensor]:
-    """MNIST's digits if they are on this machine, repeated if there are too few; else random pixels."""
+    """MNIST's digits if they are on this machine, repeated if there are too few.
+
+    Else random pixels.
+    """
     try:
         images, labels = _mnist()
     except FileNotFoundError:
@@ -71,7 +74,10 @@ def _mnist() -> tuple[Tensor, Tensor]:
 
 
 def sentences(count: int) -> tuple[Tensor, Tensor]:
-    """64 random tokens of 1,000; the label says whether one tenth of the tokens outnumbers another tenth."""
+    """64 random tokens of 1,000.
+
+    The label says whether one tenth of the tokens outnumbers another tenth.
+    """
     tokens = torch.randint(1000, (count, 64))
     return tokens, ((tokens % 10 == 3).sum(dim=1) > (tokens % 10 == 7).sum(dim=1)).long()
 
@@ -97,7 +103,8 @@ class Variant:
     """A way to train.
 
     Attributes:
-        method: "plain", "hooks", "ghost", "loop" (an unchanged loop under torchfil) or "train_step".
+        method: "plain", "hooks", "ghost", "loop" (an unchanged loop under torchfil) or
+            "train_step".
         accounting: torchfil's.
         mode: Its ``grad_sample_mode``.
         paused: Whether nothing is measured.
@@ -141,17 +148,27 @@ def variants(device: str) -> dict[str, Variant]:
 
 
 class Loop:
-    """Training that takes one step at a time; the data are on the device, and drawing batches is not timed.
+    """Training that takes one step at a time.
+
+    The data are on the device, and drawing batches is not timed.
 
     Args:
         model: The model to train.
         variant: The method.
         device: The device.
         batch: The expected batch; None: the model's own.
-        batches: How many batches are used in turn: of twenty drawn batches, those closest to the expected size.
+        batches: How many batches are used in turn: of twenty drawn batches, those closest to the
+            expected size.
     """
 
-    def __init__(self, model: Model, variant: Variant, device: str, batch: int | None = None, batches: int = 8) -> None:
+    def __init__(
+        self,
+        model: Model,
+        variant: Variant,
+        device: str,
+        batch: int | None = None,
+        batches: int = 8,
+    ) -> None:
         torch.manual_seed(0)
         batch = batch or model.batch(device)
         self.variant, self.device = variant, device

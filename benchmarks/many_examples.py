@@ -1,11 +1,12 @@
-"""What a run of many examples costs: training, saving, inspecting, gating and reporting, each in its own process.
+"""What a run of many examples costs: training, saving, inspecting, gating and reporting, each in
+its own process.
 
     python -m benchmarks.many_examples [--sizes 100000 1000000] [--all-drawn]
     python -m benchmarks.many_examples --page 1000000 [--browser]
 
-The first prints CPU seconds and peak memory of 5 steps of batch 4,096 with individual ε, and of everything after them.
-The second writes the report of made-up columns and measures the page in a browser (needs Chromium, its driver,
-selenium).
+The first prints CPU seconds and peak memory of 5 steps of batch 4,096 with individual ε, and of
+everything after them. The second writes the report of made-up columns and measures the page in a
+browser (needs Chromium, its driver, selenium).
 """
 
 from __future__ import annotations
@@ -54,20 +55,36 @@ class MadeRows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def many_examples(sizes: Sequence[int], *, all_drawn: bool = False) -> Json:
-    """CPU seconds and peak memory of every stage for each number of examples, and their powers of growth.
+    """CPU seconds and peak memory of every stage for each number of examples, and their powers of
+    growth.
 
     Args:
         sizes: Numbers of examples.
-        all_drawn: Whether every example has a row, as after a pass over the data; if not, the examples of 5 steps.
+        all_drawn: Whether every example has a row, as after a pass over the data; if not, the
+            examples of 5 steps.
     """
-    result: Json = {"sizes": list(sizes), "all_drawn": all_drawn, "seconds": {}, "peak_gb": {}, "details": []}
+    result: Json = {
+        "sizes": list(sizes),
+        "all_drawn": all_drawn,
+        "seconds": {},
+        "peak_gb": {},
+        "details": [],
+    }
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
             run, policy = Path(folder, "run.parquet"), Path(folder, "policy.toml")
             policy.write_text(POLICY)
             tool = [sys.executable, "-m", "torchfil"]
             commands = (
-                [sys.executable, "-m", __spec__.name, "--train", str(size), str(run), *["--all-drawn"] * all_drawn],
+                [
+                    sys.executable,
+                    "-m",
+                    __spec__.name,
+                    "--train",
+                    str(size),
+                    str(run),
+                    *["--all-drawn"] * all_drawn,
+                ],
                 [*tool, "inspect", str(run)],
                 [*tool, "gate", str(run), "--policy", str(policy), "--json"],
                 [*tool, "report", str(run), "-o", str(Path(folder, "report"))],
@@ -80,9 +97,13 @@ def many_examples(sizes: Sequence[int], *, all_drawn: bool = False) -> Json:
                     result["details"].append(json.loads(output.splitlines()[-1]))
                 print(f"{size:,} {stage}: {seconds:.1f} s, {peak:.2f} GB", flush=True)
             result["details"][-1]["file_gb"] = run.stat().st_size / 1e9
-            result["details"][-1]["page_mb"] = Path(folder, "report", "index.html").stat().st_size / 1e6
+            result["details"][-1]["page_mb"] = (
+                Path(folder, "report", "index.html").stat().st_size / 1e6
+            )
     if len(sizes) > 1:
-        result["power"] = {stage: power(sizes, seconds) for stage, seconds in result["seconds"].items()}
+        result["power"] = {
+            stage: power(sizes, seconds) for stage, seconds in result["seconds"].items()
+        }
     return result
 
 
@@ -155,7 +176,12 @@ def synthetic_run(rows: int, *, seed: int = 0) -> SavedRun:
         about={
             "title": f"{rows:,} synthetic examples",
             "dataset": {"num_examples": rows, "num_coordinates": 32, "input_range": [0.0, 1.0]},
-            "mechanism": {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "poisson": True, "amplification": "poisson"},
+            "mechanism": {
+                "noise_multiplier": 1.0,
+                "max_grad_norm": 1.0,
+                "poisson": True,
+                "amplification": "poisson",
+            },
             "epsilon": 4.0,
             "delta": 1e-7,
         },
@@ -163,7 +189,9 @@ def synthetic_run(rows: int, *, seed: int = 0) -> SavedRun:
         columns={
             "fil": fil,
             "fil_error": fil * rng.uniform(0.01, 0.2, rows),
-            "sampling_error": np.where(participations > 0, fil * rng.uniform(0.1, 0.3, rows), np.inf),
+            "sampling_error": np.where(
+                participations > 0, fil * rng.uniform(0.1, 0.3, rows), np.inf
+            ),
             "mse_bound": bound,
             "mse_bound_low": bound * rng.uniform(0.5, 0.9, rows),
             "participations": participations,
@@ -171,20 +199,33 @@ def synthetic_run(rows: int, *, seed: int = 0) -> SavedRun:
             "squared_norm": participations * rng.uniform(0.2, 1.0, rows),
             "epsilon": rng.uniform(1.0, 4.0, rows),
         },
-        groups={"site": rng.choice(["north", "south", "east"], rows), "sex": rng.choice(["f", "m"], rows)},
+        groups={
+            "site": rng.choice(["north", "south", "east"], rows),
+            "sex": rng.choice(["f", "m"], rows),
+        },
     )
 
 
 def in_browser(page: Path) -> dict[str, float]:
-    """Seconds to show the table, to sort it and to find an id, and the longest of 200 scrolled frames."""
+    """Seconds to show the table, to sort it and to find an id, and the longest of 200 scrolled
+    frames.
+    """
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
     from selenium.webdriver.support.ui import WebDriverWait
 
     options = webdriver.ChromeOptions()
     options.binary_location = str(shutil.which("chromium"))
-    quiet = "disable-gpu disable-quic no-first-run disable-background-networking disable-component-update disable-sync"
-    for argument in ("headless=new", "no-sandbox", *quiet.split(), f"user-data-dir={tempfile.mkdtemp()}"):
+    quiet = (
+        "disable-gpu disable-quic no-first-run disable-background-networking "
+        "disable-component-update disable-sync"
+    )
+    for argument in (
+        "headless=new",
+        "no-sandbox",
+        *quiet.split(),
+        f"user-data-dir={tempfile.mkdtemp()}",
+    ):
         options.add_argument(f"--{argument}")
     driver = webdriver.Chrome(service=Service(str(shutil.which("chromedriver"))), options=options)
     try:
@@ -230,7 +271,10 @@ poll();
 
 
 def _timed(driver: Any) -> dict[str, float]:
-    return {name: milliseconds / 1000 for name, milliseconds in driver.execute_async_script(SCRIPT).items()}
+    return {
+        name: milliseconds / 1000
+        for name, milliseconds in driver.execute_async_script(SCRIPT).items()
+    }
 
 
 def page_of(rows: int, folder: Path, *, browser: bool) -> None:
@@ -240,13 +284,18 @@ def page_of(rows: int, folder: Path, *, browser: bool) -> None:
         start = time.perf_counter()
         page = write_report(run, folder, redacted=redacted)
         seconds, size = time.perf_counter() - start, page.stat().st_size / 1e6
-        print(f"{rows:,} rows, {'redacted' if redacted else 'full'}: {seconds:.1f} s, page {size:.1f} MB")
+        print(
+            f"{rows:,} rows, {'redacted' if redacted else 'full'}: {seconds:.1f} s, page "
+            f"{size:.1f} MB"
+        )
     for name, seconds in in_browser(page).items() if browser else ():
         print(f"{name}: {seconds:.2f} s")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=[100_000, 1_000_000])
     parser.add_argument("--all-drawn", action="store_true")
     parser.add_argument("--train", nargs=2, metavar=("SIZE", "PATH"), help=argparse.SUPPRESS)

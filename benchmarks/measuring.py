@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Json", "attempt", "line", "peak_gigabytes", "power", "reason_of", "seconds_in_turns", "tidy", "timed"]
+__all__ = [
+    "Json",
+    "attempt",
+    "line",
+    "peak_gigabytes",
+    "power",
+    "reason_of",
+    "seconds_in_turns",
+    "tidy",
+    "timed",
+]
 
 Work = Callable[[], object]
 Json = dict[str, Any]  # what is measured, to be written to a JSON file
@@ -56,11 +66,13 @@ def timed(work: Work, device: str) -> float:
     return time.perf_counter() - start
 
 
-def seconds_in_turns(work: Mapping[str, Work], device: str, *, repeats: int, warm_up: int = 2) -> dict[str, Json]:
+def seconds_in_turns(
+    work: Mapping[str, Work], device: str, *, repeats: int, warm_up: int = 2
+) -> dict[str, Json]:
     """Each call's median and mean time over ``repeats`` turns in which every call runs once.
 
-    Taking turns spreads a busy moment of the machine over all calls. A call that raises an error is left out from then
-    on, and its reason is kept.
+    Taking turns spreads a busy moment of the machine over all calls. A call that raises an error is
+    left out from then on, and its reason is kept.
     """
     times: dict[str, list[float]] = {name: [] for name in work}
     failed: dict[str, str] = {}
@@ -81,7 +93,10 @@ def seconds_in_turns(work: Mapping[str, Work], device: str, *, repeats: int, war
         if name in failed:
             rows[name] = {"failed": failed[name]}
         else:
-            rows[name] = {"seconds": statistics.median(values), "mean_seconds": statistics.fmean(values)}
+            rows[name] = {
+                "seconds": statistics.median(values),
+                "mean_seconds": statistics.fmean(values),
+            }
     return rows
 
 

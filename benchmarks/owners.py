@@ -1,9 +1,11 @@
-"""What it costs to clip people instead of rows: a step over the same rows, with the row and with the owner as the unit.
+"""What it costs to clip people instead of rows: a step over the same rows, with the row and with
+the owner as the unit.
 
     python -m benchmarks.owners [--device cuda] [--rows 240] [--steps 30] [--out FILE.json]
 
-Both runs train the same model on the same batches of rows, in turns; only the unit differs. The result is the ratio of
-the median times of a step. "ragged" are people with 1 to 20 rows, drawn evenly.
+Both runs train the same model on the same batches of rows, in turns; only the unit differs. The
+result is the ratio of the median times of a step. "ragged" are people with 1 to 20 rows, drawn
+evenly.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ BATCHES = 4
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 10))
+    return nn.Sequential(
+        nn.Linear(32, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 10)
+    )
 
 
 MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -50,10 +54,16 @@ def owners_of(fewest: int, most: int, rows: int) -> Tensor:
 class Timed:
     """A private run whose steps are timed, on batches that were read beforehand."""
 
-    def __init__(self, model: nn.Module, data: TensorDataset, owner_of: Tensor | None, way: str, device: str) -> None:
+    def __init__(
+        self, model: nn.Module, data: TensorDataset, owner_of: Tensor | None, way: str, device: str
+    ) -> None:
         self.model, self.way, self.times = model.to(device), way, list[float]()
         self.engine, optimizer = FILPrivacyEngine(), torch.optim.SGD(model.parameters(), lr=0.01)
-        private: dict[str, Any] = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "criterion": nn.CrossEntropyLoss()}
+        private: dict[str, Any] = {
+            "noise_multiplier": 1.0,
+            "max_grad_norm": 1.0,
+            "criterion": nn.CrossEntropyLoss(),
+        }
         self.private, self.optimizer, loader = self.engine.make_private(
             self.model,
             optimizer,
@@ -93,13 +103,22 @@ def measure(name: str, people: str, way: str, steps: int, device: str, batch: in
         for run in runs:
             run.step(number)
     rows, people_ = (1e6 * statistics.median(run.times[len(run.times) // 3 :]) for run in runs)
-    return {"model": name, "people": people, "way": way, "row": rows, "owner": people_, "ratio": people_ / rows}
+    return {
+        "model": name,
+        "people": people,
+        "way": way,
+        "row": rows,
+        "owner": people_,
+        "ratio": people_ / rows,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.owners", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--models", nargs="+", default=["table, MLP", "MNIST, CNN"], choices=list(MODELS))
+    parser.add_argument(
+        "--models", nargs="+", default=["table, MLP", "MNIST, CNN"], choices=list(MODELS)
+    )
     parser.add_argument("--rows", type=int, default=240, help="of a batch, about")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", type=Path)
@@ -114,7 +133,11 @@ def main() -> None:
                 print(f"{name:12} {people:8} {way:10} {times}")
                 results.append(found)
     if options.out is not None:
-        machine = {"processor": platform.processor(), "device": options.device, "torch": torch.__version__}
+        machine = {
+            "processor": platform.processor(),
+            "device": options.device,
+            "torch": torch.__version__,
+        }
         options.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1))
 
 

@@ -1,9 +1,10 @@
-"""What a run costs at another size: time, memory and messages of a step, from formulas fitted to measurements.
+"""What a run costs at another size: time, memory and messages of a step, from formulas fitted to
+measurements.
 
     python -m benchmarks.scale_model
 
-Prints the constants, the errors of the formulas on the measurements, and tables for 10⁶, 10⁸ and 10⁹ examples and
-models of 10⁸ and 10¹⁰ parameters.
+Prints the constants, the errors of the formulas on the measurements, and tables for 10⁶, 10⁸ and
+10⁹ examples and models of 10⁸ and 10¹⁰ parameters.
 """
 
 from __future__ import annotations
@@ -47,15 +48,20 @@ class Measured:
     seconds: float
 
 
-# docs/guide/scale.md: 32 × 128 tokens in BERT-base (86 · 10⁶ trained parameters), 8 × 512 in a Llama of 1.1 · 10⁹
+# docs/guide/scale.md: 32 × 128 tokens in BERT-base (86 · 10⁶ trained parameters), 8 × 512 in a
+# Llama of 1.1 · 10⁹
 BERT_WORK, LLAMA_WORK = 2 * 86e6 * 32 * 128 / TERA, 2 * 1.1e9 * 8 * 512 / TERA
-LARGE_IN_FLOAT32 = [Measured("BERT-base", BERT_WORK, 16.1, 1, 0.108), Measured("BERT-base", BERT_WORK, 16.1, 3, 0.179)]
+LARGE_IN_FLOAT32 = [
+    Measured("BERT-base", BERT_WORK, 16.1, 1, 0.108),
+    Measured("BERT-base", BERT_WORK, 16.1, 3, 0.179),
+]
 IN_BFLOAT16 = [
     Measured("BERT-base", BERT_WORK, 16.0, 1, 0.088),
     Measured("BERT-base", BERT_WORK, 16.0, 3, 0.149),
     Measured("Llama, LoRA", LLAMA_WORK, 43.0, 1, 0.35),
 ]
-BYTES_PER_ACTIVATION = (16.1e9 - 4 * 4 * 110e6) / (12 * 768 * 32 * 128)  # of BERT-base: by layer, width and position
+# of BERT-base: by layer, width and position
+BYTES_PER_ACTIVATION = (16.1e9 - 4 * 4 * 110e6) / (12 * 768 * 32 * 128)
 
 
 def measured_in_float32() -> list[Measured]:
@@ -64,14 +70,19 @@ def measured_in_float32() -> list[Measured]:
     table = json.loads(RESULTS.read_text())["models"]
     for name, model in MODELS.items():
         work = model.cuda_batch * _forward_operations(name) / TERA
-        timed = {probes: table[name]["rows"][f"torchfil train_step, {method}"] for method, probes in PROBES.items()}
+        timed = {
+            probes: table[name]["rows"][f"torchfil train_step, {method}"]
+            for method, probes in PROBES.items()
+        }
         for probes, row in timed.items():
             rows.append(Measured(model.title, work, timed[1]["peak_gb"], probes, row["seconds"]))
     return rows + LARGE_IN_FLOAT32
 
 
 def _forward_operations(name: str) -> int:
-    """Operations of one example, counted by torch in training mode, as it does not count fused attention kernels."""
+    """Operations of one example, counted by torch in training mode, as it does not count fused
+    attention kernels.
+    """
     model = MODELS[name]
     with FlopCounterMode(display=False) as counter:
         model.build().train()(model.data(1)[0])
@@ -83,10 +94,12 @@ class Constants:
     """seconds = fixed + (passes + probe · k) · work + (moving + moving_probe · k) · held.
 
     Attributes:
-        passes: Seconds per 10¹² operations of a forward pass, for the matrix products of all passes except probes.
+        passes: Seconds per 10¹² operations of a forward pass, for the matrix products of all passes
+            except probes.
         probe: The same for a probe.
         fixed: Seconds of a step of any size: launches, noise, update, ledger.
-        moving: Seconds per 10⁹ bytes that a pass holds: everything that does little more than read and write.
+        moving: Seconds per 10⁹ bytes that a pass holds: everything that does little more than read
+            and write.
         moving_probe: The same for a probe.
         off_by: The largest factor between the formula and a measurement.
     """
@@ -109,28 +122,45 @@ class Constants:
 
 
 def fit(products: Constants, measured: Sequence[Measured]) -> Constants:
-    """Fit everything except the matrix products, all terms ≥ 0, with the smallest squared relative errors.
+    """Fit everything except the matrix products, all terms ≥ 0, with the smallest squared relative
+    errors.
 
     Example:
         >>> made = Constants(0.1, 0.05, 0.002, 0.003, 0.001)
         >>> sizes = [(0.1, 2.0), (1.0, 3.0), (2.0, 30.0)]
-        >>> timed = [Measured("", w, h, k, made.seconds(w, h, k)) for w, h in sizes for k in (0, 1, 3)]
+        >>> timed = [
+        ...     Measured("", w, h, k, made.seconds(w, h, k)) for w, h in sizes for k in (0, 1, 3)
+        ... ]
         >>> found = fit(Constants(0.1, 0.05), timed)
-        >>> round(found.fixed, 6), round(found.moving, 6), round(found.moving_probe, 6), round(found.off_by, 6)
+        >>> (
+        ...     round(found.fixed, 6),
+        ...     round(found.moving, 6),
+        ...     round(found.moving_probe, 6),
+        ...     round(found.off_by, 6),
+        ... )
         (0.002, 0.003, 0.001, 1.0)
     """
     seconds = np.array([each.seconds for each in measured])
     columns = np.array([[1.0, each.held, each.probes * each.held] for each in measured])
     rest = 1 - np.array(products.ratios(measured))
     fixed, moving, moving_probe = nnls(columns / seconds[:, None], rest)[0].tolist()
-    return _with_error(replace(products, fixed=fixed, moving=moving, moving_probe=moving_probe), measured)
+    return _with_error(
+        replace(products, fixed=fixed, moving=moving, moving_probe=moving_probe), measured
+    )
 
 
-def in_another_precision(constants: Constants, products: Constants, measured: Sequence[Measured]) -> Constants:
-    """The constants for other matrix products, with data movement slowed by the factor that fits the times best."""
+def in_another_precision(
+    constants: Constants, products: Constants, measured: Sequence[Measured]
+) -> Constants:
+    """The constants for other matrix products, with data movement slowed by the factor that fits
+    the times best.
+    """
     other = replace(constants, passes=products.passes, probe=products.probe)
     moved = [(other.moving + other.moving_probe * each.probes) * each.held for each in measured]
-    rest = [each.seconds * (1 - r) + m for each, r, m in zip(measured, other.ratios(measured), moved, strict=True)]
+    rest = [
+        each.seconds * (1 - r) + m
+        for each, r, m in zip(measured, other.ratios(measured), moved, strict=True)
+    ]
     factor = float(np.exp(np.mean(np.log(np.array(rest) / moved))))
     slower = replace(other, moving=factor * other.moving, moving_probe=factor * other.moving_probe)
     return _with_error(slower, measured)
@@ -139,8 +169,9 @@ def in_another_precision(constants: Constants, products: Constants, measured: Se
 def fitted(measured: Sequence[Measured]) -> tuple[Constants, Constants]:
     """The constants of models in float32 and in bfloat16.
 
-    Of BERT-base's 108 ms, matrix products in full float32 (forward, back, sums) take 42, those with a probe in TF32 16.
-    Of the Llama's 350 ms all products take 139 (its profile); a quarter of these are assumed to be the probe's.
+    Of BERT-base's 108 ms, matrix products in full float32 (forward, back, sums) take 42, those with
+    a probe in TF32 16. Of the Llama's 350 ms all products take 139 (its profile); a quarter of
+    these are assumed to be the probe's.
     """
     of_bert = Constants(0.042 / BERT_WORK, 0.016 / BERT_WORK)
     of_llama = Constants(0.75 * 0.139 / LLAMA_WORK, 0.25 * 0.139 / LLAMA_WORK)
@@ -180,9 +211,15 @@ class Size:
     batch: int = 8192
 
     def step_seconds(self, constants: Constants, bandwidth: float) -> float:
-        """The time of a step with one probe; then gradients go round a ring at ``bandwidth`` bytes per second."""
+        """The time of a step with one probe.
+
+        Then gradients go round a ring at ``bandwidth`` bytes per second.
+        """
         share = self.batch / self.ranks
-        work, held = 2 * self.parameters * self.positions * share / TERA, self.example_bytes * share / 1e9
+        work, held = (
+            2 * self.parameters * self.positions * share / TERA,
+            self.example_bytes * share / 1e9,
+        )
         return constants.seconds(work, held) + self.gradient_bytes / bandwidth
 
     @property
@@ -192,7 +229,9 @@ class Size:
 
     @property
     def accounting_bytes(self) -> float:
-        """The bytes that a rank receives for the accounting, mean per step: answers, norms, η̄ over time."""
+        """The bytes that a rank receives for the accounting, mean per step: answers, norms, η̄ over
+        time.
+        """
         if self.ranks == 1:
             return 0.0
         points_per_step = 8 * self.batch / self.examples
@@ -200,7 +239,9 @@ class Size:
 
     @property
     def model_bytes(self) -> float:
-        """The bytes of the weights and, for trained ones, of the sum, the noisy gradient and Adam's two states."""
+        """The bytes of the weights and, for trained ones, of the sum, the noisy gradient and Adam's
+        two states.
+        """
         return self.weight_bytes * self.parameters + 4 * 4 * self.trained
 
     @property
@@ -210,7 +251,9 @@ class Size:
 
     @property
     def ledger_bytes(self) -> float:
-        """The bytes of every process's ledger if only the trace is tracked: rows and norm history of all examples."""
+        """The bytes of every process's ledger if only the trace is tracked: rows and norm history
+        of all examples.
+        """
         return self.examples * (Ledger.bytes_needed(1, 1) + NormHistory.bytes_needed(1))
 
 
@@ -240,18 +283,27 @@ BANDWIDTHS = {
 def tables(float32: Constants, bfloat16: Constants) -> str:
     """Time, memory and messages at other sizes, as Markdown."""
     lines = [
-        "| model | examples | GPUs | a step | a pass | model + one example | ledger, each process | "
-        "gradients, a step | accounting, a step |",
+        "| model | examples | GPUs | a step | a pass | model + one example | ledger, each process "
+        "| gradients, a step | accounting, a step |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for title, model in MODELS_READ_OUT.items():
         for examples in (1e6, 1e8, 1e9):
             for ranks, bandwidth in BANDWIDTHS.items():
                 size = Size(examples=examples, ranks=ranks, **model)  # type: ignore[arg-type]
-                seconds = size.step_seconds(float32 if model["weight_bytes"] == 4 else bfloat16, bandwidth)
+                seconds = size.step_seconds(
+                    float32 if model["weight_bytes"] == 4 else bfloat16, bandwidth
+                )
                 cells = [title, f"{examples:.0e}".replace("e+0", "e"), str(ranks), _time(seconds)]
-                cells += [_time(seconds * examples / size.batch), _bytes(size.model_bytes + size.example_bytes)]
-                cells += [_bytes(size.ledger_bytes), _bytes(size.gradient_bytes), _bytes(size.accounting_bytes)]
+                cells += [
+                    _time(seconds * examples / size.batch),
+                    _bytes(size.model_bytes + size.example_bytes),
+                ]
+                cells += [
+                    _bytes(size.ledger_bytes),
+                    _bytes(size.gradient_bytes),
+                    _bytes(size.accounting_bytes),
+                ]
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -274,11 +326,20 @@ def main() -> None:
     """Print constants, residuals and tables."""
     measured = measured_in_float32()
     float32, bfloat16 = fitted(measured)
-    for name, constants, rows in (("float32", float32, measured), ("bfloat16", bfloat16, IN_BFLOAT16)):
+    for name, constants, rows in (
+        ("float32", float32, measured),
+        ("bfloat16", bfloat16, IN_BFLOAT16),
+    ):
         print(f"{name}: {constants}")
         for each, ratio in zip(rows, constants.ratios(rows), strict=True):
-            print(f"  {each.title}, {each.probes} probes: {1e3 * each.seconds:.3g} ms, formula {ratio:.2f} times that")
-    print(f"one example: {BYTES_PER_ACTIVATION:.0f} bytes by layer, width and position\n\n{tables(float32, bfloat16)}")
+            print(
+                f"  {each.title}, {each.probes} probes: {1e3 * each.seconds:.3g} ms, formula "
+                f"{ratio:.2f} times that"
+            )
+    print(
+        f"one example: {BYTES_PER_ACTIVATION:.0f} bytes by layer, width and position\n\n"
+        f"{tables(float32, bfloat16)}"
+    )
 
 
 if __name__ == "__main__":

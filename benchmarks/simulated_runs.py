@@ -1,9 +1,11 @@
-"""Are lower ends valid under momentum and Adam? Many simulated runs at once, read by the library's own ledger.
+"""Are lower ends valid under momentum and Adam? Many simulated runs at once, read by the library's
+own ledger.
 
-A tanh network with one hidden layer is trained by DP-SGD in many runs that differ only in their batches and noise. Its
-traces are computed in closed form for every example at every step, whether drawn or not, so the truth d / E[tr I] is
-known from the same runs. The ledger of each run records the drawn examples, measured exactly. A lower end of a 95 %
-interval may lie above the truth for at most 2.5 %; four percent are accepted.
+A tanh network with one hidden layer is trained by DP-SGD in many runs that differ only in their
+batches and noise. Its traces are computed in closed form for every example at every step, whether
+drawn or not, so the truth d / E[tr I] is known from the same runs. The ledger of each run records
+the drawn examples, measured exactly. A lower end of a 95 % interval may lie above the truth for at
+most 2.5 %; four percent are accepted.
 
 OMP_NUM_THREADS=1 python -m benchmarks.coverage --simulate --runs 60
 """
@@ -37,7 +39,8 @@ class Setting:
     """How the simulated runs train; σ and C are 1.
 
     Attributes:
-        data: "digits", or "random": six normal inputs, three classes by a noisy linear rule, ten outliers.
+        data: "digits", or "random": six normal inputs, three classes by a noisy linear rule, ten
+            outliers.
         optimizer: "SGD", "momentum" or "Adam".
         lr: The learning rate.
         sample_rate: q.
@@ -55,7 +58,11 @@ class Setting:
     num_examples: int = 100
 
     def __str__(self) -> str:
-        name = f"{self.optimizer} {self.momentum:g}" if self.optimizer == "momentum" else self.optimizer
+        name = (
+            f"{self.optimizer} {self.momentum:g}"
+            if self.optimizer == "momentum"
+            else self.optimizer
+        )
         return f"{self.data}, {name}, q = {self.sample_rate:g}, {self.steps} steps"
 
 
@@ -84,7 +91,9 @@ def shares(setting: Setting, runs: int, *, seed: int = 0) -> dict[str, float]:
         "too high": _percent(wrong[claimed]),
         "too high, most exposed 5 %": _percent(wrong[claimed & exposed]),
         "too high, end of the smallest": _percent(smallest > truth.min()),
-        "median end over bound": float((low / torch.stack([bound.value for bound in bounds]))[claimed].median()),
+        "median end over bound": float(
+            (low / torch.stack([bound.value for bound in bounds]))[claimed].median()
+        ),
     }
 
 
@@ -121,14 +130,20 @@ class _Weights:
         d, h, c = sizes
         source = torch.Generator().manual_seed(1)
         shapes = [((h, d), d), ((h,), d), ((c, h), h), ((c,), h)]
-        values = [(2 * torch.rand(shape, generator=source) - 1) / fan_in**0.5 for shape, fan_in in shapes]
+        values = [
+            (2 * torch.rand(shape, generator=source) - 1) / fan_in**0.5 for shape, fan_in in shapes
+        ]
         values = [value.expand(runs, *value.shape).clone() for value in values]
-        return cls(values, setting, 0, *([torch.zeros_like(value) for value in values] for _ in range(2)))
+        return cls(
+            values, setting, 0, *([torch.zeros_like(value) for value in values] for _ in range(2))
+        )
 
     def step(self, gradients: list[Tensor]) -> None:
         self.steps += 1
         lr, beta, adam = self.setting.lr, self.setting.momentum, self.setting.optimizer == "Adam"
-        for value, first, second, gradient in zip(self.values, self.first, self.second, gradients, strict=True):
+        for value, first, second, gradient in zip(
+            self.values, self.first, self.second, gradients, strict=True
+        ):
             first.mul_(beta).add_(gradient, alpha=1 - beta if adam else 1.0)
             if not adam:
                 value.sub_(first, alpha=lr)
@@ -154,7 +169,9 @@ def _simulated(setting: Setting, runs: int, seed: int) -> tuple[list[Leakage], T
 
         # as in the engine: a measured step is recorded for the examples that it drew
         rows = drawn.flatten().nonzero().flatten()
-        measured = Measurement({"trace": Estimate.exact(added.flatten()[rows])}, norm.flatten()[rows])
+        measured = Measurement(
+            {"trace": Estimate.exact(added.flatten()[rows])}, norm.flatten()[rows]
+        )
         squared = (scale * norm).flatten()[rows].square()
         ledger.add(Contribution(rows, squared, additions=additions(measured, 1.0, skipping=False)))
 
@@ -166,7 +183,9 @@ def _simulated(setting: Setting, runs: int, seed: int) -> tuple[list[Leakage], T
             torch.einsum("rn,rnc,rnh->rch", weight, d2, active),
             torch.einsum("rn,rnc->rc", weight, d2),
         ]
-        weights.step([(each + CLIP * torch.randn(each.shape, generator=source)) / (q * n) for each in sums])
+        weights.step(
+            [(each + CLIP * torch.randn(each.shape, generator=source)) / (q * n) for each in sums]
+        )
 
     return [_run(ledger, run, setting) for run in range(runs)], d / trace.mean(dim=0)
 
@@ -184,10 +203,12 @@ def _run(ledger: Ledger, run: int, setting: Setting) -> Leakage:
 def _at(
     values: list[Tensor], x: Tensor, y: Tensor, mechanism: Mechanism
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """tr I of a step, the clip factor, the norm, [runs, n] each, and (δ₁, δ₂, a), the pieces of the gradients.
+    """tr I of a step, the clip factor, the norm, [runs, n] each, and (δ₁, δ₂, a), the pieces of the
+    gradients.
 
-    The gradient is (δ₁ ⊗ x, δ₁, δ₂ ⊗ a, δ₂). Derivatives by x of a, δ₂ and δ₁ are combinations of the rows of W₁, so
-    their products need only those coefficients and the Gram matrix W₁W₁ᵀ, never a Jacobian.
+    The gradient is (δ₁ ⊗ x, δ₁, δ₂ ⊗ a, δ₂). Derivatives by x of a, δ₂ and δ₁ are combinations of
+    the rows of W₁, so their products need only those coefficients and the Gram matrix W₁W₁ᵀ, never
+    a Jacobian.
     """
     w1, b1, w2, b2 = values
     along = torch.einsum("rhd,nd->rnh", w1, x)  # W₁x
@@ -196,22 +217,37 @@ def _at(
     d2, slope = p - y, 1 - active.square()
     back = torch.einsum("rch,rnc->rnh", w2, d2)
     d1 = back * slope
-    x2, a2, e1, e2 = x.square().sum(1), active.square().sum(-1), d1.square().sum(-1), d2.square().sum(-1)
+    x2, a2, e1, e2 = (
+        x.square().sum(1),
+        active.square().sum(-1),
+        d1.square().sum(-1),
+        d2.square().sum(-1),
+    )
     squared_norm = e1 * (x2 + 1) + e2 * (a2 + 1)
 
     # ∂δ₂ and ∂δ₁ as coefficients on the rows of W₁, [runs, n, c or h, h]; ∂a = diag(slope) W₁
     gram = torch.einsum("rhd,rkd->rhk", w1, w1)
     logits = w2[:, None] * slope[:, :, None]
     of_d2 = p[..., None] * (logits - (p[..., None] * logits).sum(dim=2, keepdim=True))
-    of_d1 = torch.einsum("rch,rnck->rnhk", w2, of_d2) * slope[..., None] - torch.diag_embed(2 * back * active * slope)
+    of_d1 = torch.einsum("rch,rnck->rnhk", w2, of_d2) * slope[..., None] - torch.diag_embed(
+        2 * back * active * slope
+    )
 
     def square(coefficients: Tensor) -> Tensor:
         return (torch.einsum("rnik,rkl->rnil", coefficients, gram) * coefficients).sum(dim=(2, 3))
 
     # tr JᵀJ, block by block, and Jᵀg = W₁ᵀ(coefficients) + e₁ x
-    d1_row, d2_row = torch.einsum("rnh,rnhk->rnk", d1, of_d1), torch.einsum("rnc,rnck->rnk", d2, of_d2)
+    d1_row, d2_row = (
+        torch.einsum("rnh,rnhk->rnk", d1, of_d1),
+        torch.einsum("rnc,rnck->rnk", d2, of_d2),
+    )
     a_row = active * slope
-    whole = square(of_d1) * (x2 + 1) + x.shape[1] * e1 + 2 * (d1_row * along).sum(-1) + square(of_d2) * (a2 + 1)
+    whole = (
+        square(of_d1) * (x2 + 1)
+        + x.shape[1] * e1
+        + 2 * (d1_row * along).sum(-1)
+        + square(of_d2) * (a2 + 1)
+    )
     whole = whole + e2 * (slope.square() * gram.diagonal(dim1=1, dim2=2)[:, None]).sum(-1)
     whole = whole + 2 * torch.einsum("rnk,rkl,rnl->rn", d2_row, gram, a_row)
     row = d1_row * (x2 + 1)[:, None] + d2_row * (a2 + 1)[..., None] + e2[..., None] * a_row
@@ -219,7 +255,15 @@ def _at(
 
     # clipping and subsampling, as everywhere: κ⊥ φ² JᵀPJ + κ∥ a aᵀ
     norm, radial = squared_norm.sqrt(), along_gradient / squared_norm
-    scale, derivative = mechanism.clip.scale(norm, CLIP), mechanism.clip.scale_derivative(norm, CLIP)
-    across, parallel = (each.reshape(norm.shape) for each in mechanism.weights((scale * norm).flatten()))
-    added = across * scale.square() * (whole - radial) + parallel * (scale + derivative * norm).square() * radial
+    scale, derivative = (
+        mechanism.clip.scale(norm, CLIP),
+        mechanism.clip.scale_derivative(norm, CLIP),
+    )
+    across, parallel = (
+        each.reshape(norm.shape) for each in mechanism.weights((scale * norm).flatten())
+    )
+    added = (
+        across * scale.square() * (whole - radial)
+        + parallel * (scale + derivative * norm).square() * radial
+    )
     return added.double(), scale, norm, (d1, d2, active)

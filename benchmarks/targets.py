@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python -m benchmarks.targets --data digits
     python -m benchmarks.targets --data mnist --device cuda
 
-For each seed: the pilots, whether the run met the target at the stated confidence, test accuracy (training accuracy on
-digits) and time. MNIST is the paper's CNN on 60,000 digits (``TORCHFIL_DATA`` names the folder), batches of 2,048, in
-24 epochs: the fewest in which every one of so many examples is drawn five times with near certainty.
+For each seed: the pilots, whether the run met the target at the stated confidence, test accuracy
+(training accuracy on digits) and time. MNIST is the paper's CNN on 60,000 digits (``TORCHFIL_DATA``
+names the folder), batches of 2,048, in 24 epochs: the fewest in which every one of so many examples
+is drawn five times with near certainty.
 """
 
 from __future__ import annotations
@@ -61,15 +62,31 @@ def mnist_task(count: int) -> Task:
     images, labels = data.mnist()
     accounting = Accounting(num_probes=1, extra_probes=8)
     return Task(
-        (images[:count], labels[:count]), data.mnist("test"), zoo.mnist_cnn(), 2048, 1.5, 0.9, 0.1, "rsqrt", accounting
+        (images[:count], labels[:count]),
+        data.mnist("test"),
+        zoo.mnist_cnn(),
+        2048,
+        1.5,
+        0.9,
+        0.1,
+        "rsqrt",
+        accounting,
     )
 
 
-TASKS = {"digits": (digits_task, 600, 20), "mnist": (mnist_task, 60_000, 24)}  # how it is made, examples, epochs
+# how it is made, examples, epochs
+TASKS = {"digits": (digits_task, 600, 20), "mnist": (mnist_task, 60_000, 24)}
 
 
 def kept(
-    name: str, seed: int, device: str, *, examples: int | None, epochs: int | None, rate: float | None, **options: Any
+    name: str,
+    seed: int,
+    device: str,
+    *,
+    examples: int | None,
+    epochs: int | None,
+    rate: float | None,
+    **options: Any,
 ) -> Json:
     """One run with its pilots, as numbers; both texts are printed.
 
@@ -79,7 +96,8 @@ def kept(
         device: The device.
         examples: The number of examples; None: the task's.
         epochs: The number of epochs; None: the task's.
-        rate: The wanted true-positive rate of "was it in the data" at 1 % false positives; None: no such target.
+        rate: The wanted true-positive rate of "was it in the data" at 1 % false positives; None: no
+            such target.
         **options: Options of ``make_private_with_bound``.
     """
     make, usual_examples, usual_epochs = TASKS[name]
@@ -88,7 +106,9 @@ def kept(
     task = make(examples or usual_examples)
     network = task.network.to(device)
     data = ResidentDataset(*(part.to(device) for part in task.train))
-    loader = DataLoader(data, task.batch, collate_fn=data.collate, generator=torch.Generator().manual_seed(seed))
+    loader = DataLoader(
+        data, task.batch, collate_fn=data.collate, generator=torch.Generator().manual_seed(seed)
+    )
     if rate is not None:
         options |= {"target_true_positive_rate": rate, "questions": {"member": Absent()}}
 
@@ -130,12 +150,18 @@ def kept(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", choices=list(TASKS), default="digits")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--target", type=float, default=1.0, help="the wanted smallest MSE bound; 0: none")
-    parser.add_argument("--rate", type=float, default=None, help="the wanted rate of 'was it in the data'")
+    parser.add_argument(
+        "--target", type=float, default=1.0, help="the wanted smallest MSE bound; 0: none"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=None, help="the wanted rate of 'was it in the data'"
+    )
     parser.add_argument("--examples", type=int, default=None)
     parser.add_argument("--epochs", type=int, default=None)
     parser.add_argument("--margin", type=float, default=0.25)
@@ -160,7 +186,9 @@ def main() -> None:
         )
         if options.out is not None:
             with replaced_when_complete(options.out) as path:
-                Path(path).write_text(json.dumps({"options": {**vars(options), "out": None}, "runs": runs}, indent=1))
+                Path(path).write_text(
+                    json.dumps({"options": {**vars(options), "out": None}, "runs": runs}, indent=1)
+                )
     print(f"met in {sum(run['met'] for run in runs)} of {len(runs)} seeds")
 
 

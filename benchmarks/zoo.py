@@ -1,4 +1,6 @@
-"""The papers' networks, a ResNet and tiny transformers, smooth in their inputs, for benchmarks and tests."""
+"""The papers' networks, a ResNet and tiny transformers, smooth in their inputs, for benchmarks and
+tests.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,15 @@ from collections import OrderedDict
 from typing import Literal
 
 import torch
-from networks import Activation, Size, cifar_cnn, convolutional, dense_layers, mnist_cnn, small_alexnet
+from networks import (
+    Activation,
+    Size,
+    cifar_cnn,
+    convolutional,
+    dense_layers,
+    mnist_cnn,
+    small_alexnet,
+)
 from torch import Tensor, nn
 
 __all__ = [
@@ -31,8 +41,8 @@ def vgg11(
 ) -> nn.Sequential:
     """VGG11Net of Mo et al. 2021, A.4: eight convolutions, dense layers of 256 and 128, the logits.
 
-    The 3×3 convolutions have 16, 16, 16, 16, 32, 32, 64, 64 filters; the last three are pooled. Padding, smooth
-    defaults and arguments are those of :func:`small_alexnet`.
+    The 3×3 convolutions have 16, 16, 16, 16, 32, 32, 64, 64 filters; the last three are pooled.
+    Padding, smooth defaults and arguments are those of :func:`small_alexnet`.
 
     Example:
         >>> sum(p.numel() for p in vgg11().parameters())
@@ -41,7 +51,9 @@ def vgg11(
         373018
     """
     widths = (16, 16, 16, 16, 32, 32, 64, 64)
-    return convolutional(widths, (5, 6, 7), (256, 128), num_classes, in_channels, image_size, activation, pool)
+    return convolutional(
+        widths, (5, 6, 7), (256, 128), num_classes, in_channels, image_size, activation, pool
+    )
 
 
 def fcnet(
@@ -54,7 +66,8 @@ def fcnet(
 ) -> nn.Sequential:
     """FCNet of Mo et al. 2021, A.4: eight dense layers of 32 neurons and a ninth for the logits.
 
-    Images are flattened: ``in_features`` is channels × height × width. The paper's activation is ReLU.
+    Images are flattened: ``in_features`` is channels × height × width. The paper's activation is
+    ReLU.
 
     Example:
         >>> sum(p.numel() for p in fcnet().parameters())
@@ -63,7 +76,9 @@ def fcnet(
         32842
     """
     widths = (in_features, *[width] * (depth - 1), num_classes)
-    return nn.Sequential(OrderedDict([("flatten", nn.Flatten()), *dense_layers(widths, activation)]))
+    return nn.Sequential(
+        OrderedDict([("flatten", nn.Flatten()), *dense_layers(widths, activation)])
+    )
 
 
 def resnet18(
@@ -74,7 +89,8 @@ def resnet18(
     groups: int = 8,
     activation: Activation = nn.Tanh,
 ) -> nn.Sequential:
-    """ResNet-18 with GroupNorm for small images: a 3×3 stem without pooling, four stages of two blocks, mean, logits.
+    """ResNet-18 with GroupNorm for small images: a 3×3 stem without pooling, four stages of two
+    blocks, mean, logits.
 
     No operation works in place, because Opacus's hooks do not allow that.
 
@@ -100,7 +116,9 @@ def resnet18(
     return nn.Sequential(
         OrderedDict(
             stem=nn.Sequential(
-                nn.Conv2d(in_channels, width, 3, padding=1, bias=False), nn.GroupNorm(groups, width), activation()
+                nn.Conv2d(in_channels, width, 3, padding=1, bias=False),
+                nn.GroupNorm(groups, width),
+                activation(),
             ),
             blocks=nn.Sequential(*stages),
             pool=nn.AdaptiveAvgPool2d(1),
@@ -111,7 +129,9 @@ def resnet18(
 
 
 class _ResidualBlock(nn.Module):
-    def __init__(self, before: int, channels: int, stride: int, groups: int, activation: Activation) -> None:
+    def __init__(
+        self, before: int, channels: int, stride: int, groups: int, activation: Activation
+    ) -> None:
         super().__init__()
         self.branch = nn.Sequential(
             nn.Conv2d(before, channels, 3, stride=stride, padding=1, bias=False),
@@ -125,7 +145,8 @@ class _ResidualBlock(nn.Module):
             nn.Identity()
             if same
             else nn.Sequential(
-                nn.Conv2d(before, channels, 1, stride=stride, bias=False), nn.GroupNorm(groups, channels)
+                nn.Conv2d(before, channels, 1, stride=stride, bias=False),
+                nn.GroupNorm(groups, channels),
             )
         )
         self.activation = activation()
@@ -144,9 +165,11 @@ def token_transformer(
     heads: int = 4,
     activation: Activation = nn.GELU,
 ) -> nn.Sequential:
-    """A tiny pre-norm transformer for integer tokens [batch, at most ``length``]: embedding, encoder, mean, logits.
+    """A tiny pre-norm transformer for integer tokens [batch, at most ``length``]: embedding,
+    encoder, mean, logits.
 
-    It consists of basic modules, so ``torch.func`` can differentiate it twice, and Opacus supports it.
+    It consists of basic modules, so ``torch.func`` can differentiate it twice, and Opacus supports
+    it.
 
     Example:
         >>> model = token_transformer()
@@ -175,7 +198,8 @@ def vit_tiny(
     heads: int = 3,
     activation: Activation = nn.GELU,
 ) -> nn.Sequential:
-    """ViT-Tiny (Touvron et al. 2021) for small images: squares of side ``patch`` as tokens, their mean for the classes.
+    """ViT-Tiny (Touvron et al. 2021) for small images: squares of side ``patch`` as tokens, their
+    mean for the classes.
 
     Layers are those of :func:`token_transformer`, with a hidden width of four times ``width``.
 
@@ -187,7 +211,9 @@ def vit_tiny(
         OrderedDict(
             patches=nn.Conv2d(in_channels, width, patch, stride=patch),
             tokens=_Tokens(),
-            encoder=_Encoder((image_size // patch) ** 2, width, depth, heads, activation, 4 * width),
+            encoder=_Encoder(
+                (image_size // patch) ** 2, width, depth, heads, activation, 4 * width
+            ),
             head=nn.Linear(width, num_classes),
         )
     )
@@ -201,16 +227,23 @@ class _Tokens(nn.Module):
 
 
 class _Encoder(nn.Module):
-    """From [batch, places, width] to [batch, width]: positions, ``depth`` pre-norm layers, a norm, the mean."""
+    """From [batch, places, width] to [batch, width]: positions, ``depth`` pre-norm layers, a norm,
+    the mean.
+    """
 
-    def __init__(self, length: int, width: int, depth: int, heads: int, activation: Activation, hidden: int) -> None:
+    def __init__(
+        self, length: int, width: int, depth: int, heads: int, activation: Activation, hidden: int
+    ) -> None:
         super().__init__()
         self.position = nn.Embedding(length, width)
-        self.layers = nn.Sequential(*[_EncoderLayer(width, heads, activation, hidden) for _ in range(depth)])
+        self.layers = nn.Sequential(
+            *[_EncoderLayer(width, heads, activation, hidden) for _ in range(depth)]
+        )
         self.norm = nn.LayerNorm(width)
 
     def forward(self, h: Tensor) -> Tensor:
-        places = torch.arange(h.shape[1], device=h.device).repeat(h.shape[0], 1)  # Opacus needs a batch, not a view
+        # Opacus needs a batch, not a view
+        places = torch.arange(h.shape[1], device=h.device).repeat(h.shape[0], 1)
         return self.norm(self.layers(h + self.position(places))).mean(dim=1)
 
 
@@ -226,7 +259,9 @@ class _EncoderLayer(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         batch, length, width = h.shape
-        mixed = self.queries_keys_values(self.attention_norm(h)).reshape(batch, length, 3, self.heads, -1)
+        mixed = self.queries_keys_values(self.attention_norm(h)).reshape(
+            batch, length, 3, self.heads, -1
+        )
         q, k, v = mixed.permute(2, 0, 3, 1, 4).unbind(0)  # [batch, heads, length, width / heads]
         weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1)
         h = h + self.attention_output((weights @ v).transpose(1, 2).reshape(batch, length, width))

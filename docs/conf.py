@@ -1,4 +1,7 @@
-"""Sphinx: the guide, executed tutorials, and reference pages from the code. Run by ``make docs``."""
+"""Sphinx: the guide, executed tutorials, and reference pages from the code.
+
+Run by ``make docs``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ HERE = Path(__file__).parent
 BUILD = HERE.parent / "build"
 sys.path.insert(0, str(HERE / "_ext"))
 # the notebooks' processes import this tree's torchfil, whatever is installed
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])
+)
 
 project = "torchfil"
 author = "the torchfil authors"
@@ -93,18 +98,25 @@ def keep_formulas(app: Any, what: str, name: str, obj: Any, options: Any, lines:
         if not lines[i].strip() or lines[i - 1].strip():
             continue
         before = next((line for line in reversed(lines[:i]) if line.strip()), "")
-        is_list_or_code = lines[i].lstrip().startswith(("* ", "- ", ">>>")) or before.rstrip().endswith("::")
+        is_list_or_code = lines[i].lstrip().startswith(
+            ("* ", "- ", ">>>")
+        ) or before.rstrip().endswith("::")
         if indent(lines[i]) > indent(before) and not is_list_or_code:
             lines[i:i] = [" " * indent(before) + "::", ""]
 
 
-def skip_scikit_learn(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+def skip_scikit_learn(
+    app: Any, what: str, name: str, obj: Any, skip: bool, options: Any
+) -> bool | None:
     """Methods that scikit-learn generates are documented there."""
     return True if name.startswith("set_") and name.endswith("_request") else None
 
 
 def literal_examples(app: Any, ctx: Any, lines: list[str]) -> None:
-    """Paragraphs that a command's help keeps as they are: code; sphinx-click gives them as "| " lines."""
+    """Paragraphs that a command's help keeps as they are: code.
+
+    Sphinx-click gives them as "| " lines.
+    """
     kept: list[str] = []
     for line in lines:
         if line.startswith("| "):

@@ -1,7 +1,7 @@
 """The report's pictures in docs/images: ``python -m docs.pictures``. Needs Chromium and axe-core.
 
-Six reports on made-up data, each on a wide screen, on a narrow one, in dark colours and on paper. No picture is kept if
-axe-core finds a fault on a page that is shot.
+Six reports on made-up data, each on a wide screen, on a narrow one, in dark colours and on paper.
+No picture is kept if axe-core finds a fault on a page that is shot.
 """
 
 from __future__ import annotations
@@ -35,13 +35,17 @@ SHOTS: dict[str, dict[str, Any]] = {
 
 
 def shot(browser: Any, margin: int) -> bytes:
-    """The blocks that are wholly on the screen, with so many white pixels around them, as a small PNG."""
+    """The blocks that are wholly on the screen, with so many white pixels around them, as a small
+    PNG.
+    """
     end = int(browser.execute_script(WHOLE_BLOCKS, BELOW)) + BELOW
     image = Image.open(io.BytesIO(browser.get_screenshot_as_png())).convert("RGB")
     image = ImageOps.expand(image.crop((0, 0, image.width, end)), margin, "white")
     for colours in (256, 128, 64, 32):
         small = io.BytesIO()
-        image.quantize(colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+        image.quantize(colours, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+            small, "PNG", optimize=True
+        )
         if small.tell() <= LARGEST:
             break
     return small.getvalue()
@@ -59,7 +63,9 @@ def main() -> None:
                         opened(browser, page)
                         found = [] if how == "print" else violations(browser)
                         faults += [f"{report}, {how}: {fault}" for fault in found]
-                        pictures[f"report_{report}_{how}.png"] = shot(browser, MARGIN * (how == "print"))
+                        pictures[f"report_{report}_{how}.png"] = shot(
+                            browser, MARGIN * (how == "print")
+                        )
         finally:
             browser.quit()
     print(*faults, f"{len(faults)} faults on {len(pictures)} screens", sep="\n")

@@ -1,7 +1,8 @@
-"""Attribute inversion: VKORC1 of warfarin patients (IWPC), marital status (Adult), Hannun et al. 2021, Figures 6 and 7.
+"""Attribute inversion: VKORC1 of warfarin patients (IWPC), marital status (Adult), Hannun et al.
+2021, Figures 6 and 7.
 
-White-box and black-box accuracy at several noise scales, compared with the prior and an ideal inverter; then white-box
-accuracy by decile of η, before and after reweighting (IRFIL).
+White-box and black-box accuracy at several noise scales, compared with the prior and an ideal
+inverter; then white-box accuracy by decile of η, before and after reweighting (IRFIL).
 
 Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
@@ -43,31 +44,45 @@ ROUND_COLOURS = ("#D55E00", "#E69F00", "#0072B2")
 
 
 class BlackBoxInversion:
-    """Fredrikson et al. 2014: argmax over levels v of log p(v) + log π(prediction for x_i with level v, y_i).
+    """Fredrikson et al. 2014: argmax over levels v of log p(v) + log π(prediction for x_i with
+    level v, y_i).
 
-    π is a Gaussian in the residual with the released model's own variance on the training set, Σ(y − ŷ)²/(n − p), for
-    least squares; for logistic regression, the share of label y among the training examples with that prediction.
+    π is a Gaussian in the residual with the released model's own variance on the training set, Σ(y
+    − ŷ)²/(n − p), for least squares; for logistic regression, the share of label y among the
+    training examples with that prediction.
 
-    Threat model: the attacker knows everything about the example except the attribute (including its target), how
-    common each level is, and how well the model does; the model answers queries.
+    Threat model: the attacker knows everything about the example except the attribute (including
+    its target), how common each level is, and how well the model does; the model answers queries.
     """
 
     def __init__(
-        self, model: LinearRegression | LogisticRegression, X: np.ndarray, y: np.ndarray, attribute: NominalAttribute
+        self,
+        model: LinearRegression | LogisticRegression,
+        X: np.ndarray,
+        y: np.ndarray,
+        attribute: NominalAttribute,
     ) -> None:
         self.view, self.attribute = GLMView.build(model, X, y), attribute
         self.truth = torch.as_tensor(attribute.levels(X))
         self.prior = torch.bincount(self.truth, minlength=len(attribute.codes)) / len(X)
 
     def run(self, sigma: float, trials: int = 100, *, seed: int | None = None) -> AttackResult:
-        """Attack every example in each of ``trials`` releases w* + N(0, σ²I); measure "accuracy"."""
+        """Attack every example in each of ``trials`` releases w* + N(0, σ²I).
+
+        Measure "accuracy".
+        """
         noise = sigma * release_noise(sigma, trials, self.view.weights, seed)
         guesses = torch.cat([self.best(part) for part in noise.split(10)], dim=1)
-        known = "knows the rest of the example, its target, the attribute's distribution, predictions and statistics"
+        known = (
+            "knows the rest of the example, its target, the attribute's distribution, "
+            "predictions and statistics"
+        )
         return accuracies("black-box attribute inversion", known, guesses, self.truth)
 
     def best(self, noise: torch.Tensor) -> torch.Tensor:
-        """The level that fits each release best, [n, part]: the margin without the attribute, plus the level's part."""
+        """The level that fits each release best, [n, part]: the margin without the attribute, plus
+        the level's part.
+        """
         codes = torch.as_tensor(np.asarray(self.attribute.codes, dtype=float)).to(self.view.X)
         weights = (self.view.weights + noise).mT  # [p, part]
         own, margins = weights[list(self.attribute.columns)], self.view.X @ weights
@@ -83,7 +98,9 @@ class BlackBoxInversion:
         return -0.5 * (tried - y).square() / variance
 
     def confusion(self, margins: torch.Tensor, tried: torch.Tensor) -> torch.Tensor:
-        """log of the share of each example's own label among those with the prediction that is tried, [n, part]."""
+        """log of the share of each example's own label among those with the prediction that is
+        tried, [n, part].
+        """
         predicted, label = margins > 0, self.view.y[:, None] > 0.5
 
         def log_share(prediction: bool) -> torch.Tensor:
@@ -94,15 +111,19 @@ class BlackBoxInversion:
         return torch.where(tried > 0, log_share(True), log_share(False))
 
 
-def ideal_inversion(X: np.ndarray, y: np.ndarray, attribute: NominalAttribute, *, l2: float = 1e-4) -> AttackResult:
+def ideal_inversion(
+    X: np.ndarray, y: np.ndarray, attribute: NominalAttribute, *, l2: float = 1e-4
+) -> AttackResult:
     """A softmax regression of the attribute on everything else, fitted on the same examples.
 
-    No model is released: this attacker succeeds through what the other columns reveal, not through what the model
-    leaks. It knows the population perfectly (here: the training set itself).
+    No model is released: this attacker succeeds through what the other columns reveal, not through
+    what the model leaks. It knows the population perfectly (here: the training set itself).
     """
     truth = attribute.levels(X)
     inputs = np.column_stack([np.delete(X, list(attribute.columns), axis=1), y])
-    guesses = torch.as_tensor(SoftmaxRegression(l2=l2, fit_intercept=True).fit(inputs, truth).predict(inputs))
+    guesses = torch.as_tensor(
+        SoftmaxRegression(l2=l2, fit_intercept=True).fit(inputs, truth).predict(inputs)
+    )
     threat_model = "knows the rest of the example, its target and the population; sees no model"
     return accuracies("ideal", threat_model, guesses[:, None], torch.as_tensor(truth))
 
@@ -119,7 +140,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=10, help="rounds of reweighting")
-    parser.add_argument("--logistic", action="store_true", help="also Adult by logistic regression (minutes)")
+    parser.add_argument(
+        "--logistic", action="store_true", help="also Adult by logistic regression (minutes)"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     data = PaperData("iwpc", "adult")
@@ -134,7 +157,9 @@ def main() -> None:
         model = LogisticRegression(l2=1e-3, tolerance=1e-12)
         settings.append(("Adult, logistic", people, model, people.train_targets, "marital-status"))
 
-    figure, axes = pyplot.subplots(len(settings), 2, figsize=(10, 3.6 * len(settings)), constrained_layout=True)
+    figure, axes = pyplot.subplots(
+        len(settings), 2, figsize=(10, 3.6 * len(settings)), constrained_layout=True
+    )
     for row, (title, task, model, y, name) in zip(axes, settings, strict=True):
         attribute = task.question(name)
         print(f"{title}: {name}, {len(y):,} examples, {len(attribute.codes)} levels")
@@ -159,12 +184,19 @@ def over_noise(
     start = time.perf_counter()
     white = WhiteBoxInversion(model, X, y, attribute, progress=True)
     print(f"  all refits in {time.perf_counter() - start:.2f} s")
-    attacks: dict[str, Any] = {"white-box": white, "black-box": BlackBoxInversion(model, X, y, attribute)}
+    attacks: dict[str, Any] = {
+        "white-box": white,
+        "black-box": BlackBoxInversion(model, X, y, attribute),
+    }
     truth = attribute.levels(X)[:, None]
     for name, attack in attacks.items():
         guesses = [attack.run(sigma, trials, seed=0).guesses for sigma in SIGMAS]
-        accuracies = np.stack([(guess == truth).mean(axis=0) for guess in guesses])  # [sigmas, trials]
-        print(f"  {name:<10}" + "".join(f"{s:>8g}: {a:.3f}" for s, a in zip(SIGMAS, accuracies.mean(1), strict=True)))
+        # [sigmas, trials]
+        accuracies = np.stack([(guess == truth).mean(axis=0) for guess in guesses])
+        print(
+            f"  {name:<10}"
+            + "".join(f"{s:>8g}: {a:.3f}" for s, a in zip(SIGMAS, accuracies.mean(1), strict=True))
+        )
         axis.errorbar(
             SIGMAS,
             accuracies.mean(axis=1),
@@ -174,7 +206,10 @@ def over_noise(
             capsize=3,
             label=name,
         )
-    for name, result in (("ideal", ideal_inversion(X, y, attribute)), ("prior", prior_inversion(X, attribute))):
+    for name, result in (
+        ("ideal", ideal_inversion(X, y, attribute)),
+        ("prior", prior_inversion(X, attribute)),
+    ):
         print(f"  {name:<10}{result.achieved.mean():.3f}")
         axis.axhline(result.achieved.mean(), color=COLOURS[name], linestyle="--", label=name)
     axis.set(xscale="log", xlabel="σ", ylabel="accuracy", title=title, ylim=(0, 1.03))
@@ -196,12 +231,18 @@ def by_decile(
         fitted = model.fit(X, y)
         if number:
             columns = attribute.columns
-            fitted = iteratively_reweighted_fil(model, X, y, rounds=number, clamp=(0, 100), attribute=columns).model
+            fitted = iteratively_reweighted_fil(
+                model, X, y, rounds=number, clamp=(0, 100), attribute=columns
+            ).model
         if eta is None:
             eta = fitted.fil(X, y, attributes={"a": attribute.columns})["a"]
-        deciles = accuracy_by_part(WhiteBoxInversion(fitted, X, y, attribute).run(SIGMA, trials, seed=1), eta)
+        deciles = accuracy_by_part(
+            WhiteBoxInversion(fitted, X, y, attribute).run(SIGMA, trials, seed=1), eta
+        )
         print(f"  {number:>2} rounds  " + " ".join(f"{value:.3f}" for value in deciles))
-        axis.plot(range(1, 11), deciles, "o-", color=colour, label=f"{number} rounds of reweighting")
+        axis.plot(
+            range(1, 11), deciles, "o-", color=colour, label=f"{number} rounds of reweighting"
+        )
     axis.set(
         xlabel="decile of η (10: leaks most)",
         ylabel="white-box accuracy",

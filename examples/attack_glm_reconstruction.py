@@ -1,8 +1,9 @@
-"""Reconstruction of MNIST digits 0 and 1 from a logistic regression, and the bounds (Guo et al. 2022, Figures 3, 4).
+"""Reconstruction of MNIST digits 0 and 1 from a logistic regression, and the bounds (Guo et al.
+2022, Figures 3, 4).
 
-Output perturbation with λ = 1e-2 and σ = 1e-5: so little noise that some digits can be recognised. Each of the 12,665
-digits is attacked in 1,000 releases, with and without keeping pixels in [0, 1] (minutes on two cores, seconds on a
-GPU).
+Output perturbation with λ = 1e-2 and σ = 1e-5: so little noise that some digits can be recognised.
+Each of the 12,665 digits is attacked in 1,000 releases, with and without keeping pixels in [0, 1]
+(minutes on two cores, seconds on a GPU).
 
 Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
@@ -48,9 +49,16 @@ def main() -> None:
         options.trials = min(options.trials, 200)
     task = data.mnist_zero_one(components=None, scaled=False)
 
-    X, y, sigma = task.train_inputs[: options.digits], task.train_targets[: options.digits], options.sigma
+    X, y, sigma = (
+        task.train_inputs[: options.digits],
+        task.train_targets[: options.digits],
+        options.sigma,
+    )
     model = LogisticRegression(options.l2, fit_intercept=True, device=options.device).fit(X, y)
-    print(f"test accuracy {100 * model.score(task.test_inputs, task.test_targets):.2f} %, on {options.device}")
+    print(
+        f"test accuracy {100 * model.score(task.test_inputs, task.test_targets):.2f} %, on "
+        f"{options.device}"
+    )
 
     for value_range in (None, RANGE):
         attack = GLMReconstruction(model, X, y, value_range=value_range)
@@ -72,9 +80,15 @@ def blind_guess(X: np.ndarray) -> float:
     return float(X.var(axis=0).mean())
 
 
-def describe(attack: GLMReconstruction, comparison: torchfil.BoundComparison, seconds: float) -> None:
+def describe(
+    attack: GLMReconstruction, comparison: torchfil.BoundComparison, seconds: float
+) -> None:
     """Rank correlation, violations, and the share of bias in the error."""
-    predicted, achieved, bias = comparison.predicted, comparison.attack.achieved, comparison.attack.squared_bias
+    predicted, achieved, bias = (
+        comparison.predicted,
+        comparison.attack.achieved,
+        comparison.attack.squared_bias,
+    )
     ratio, violated = comparison.ratio, comparison.violated
     low = predicted < 1
     kept = "guesses unchanged" if attack.value_range is None else "pixels kept in [0, 1]"
@@ -84,28 +98,42 @@ def describe(attack: GLMReconstruction, comparison: torchfil.BoundComparison, se
         share = 100 * violated[chosen].mean()
         print(
             f"  {where}: {chosen.sum():,} digits, Spearman {correlation:.3f}, median ratio "
-            f"{np.median(ratio[chosen]):.3g}, smallest {ratio[chosen].min():.3g}, violated {share:.1f} %, "
-            f"mean error {achieved[chosen].mean():.3g}"
+            f"{np.median(ratio[chosen]):.3g}, smallest {ratio[chosen].min():.3g}, violated "
+            f"{share:.1f} %, mean error {achieved[chosen].mean():.3g}"
         )
     if bias is not None and violated.any() and not violated.all():
         part = bias / achieved
         print(
-            f"  bias² in the error, median: {100 * np.median(part[violated]):.0f} % where violated, "
-            f"{100 * np.median(part[~violated]):.0f} % elsewhere; smallest where violated "
-            f"{100 * part[violated].min():.1f} %; smallest violated bound {predicted[violated].min():.3g}"
+            f"  bias² in the error, median: {100 * np.median(part[violated]):.0f} % where "
+            f"violated, {100 * np.median(part[~violated]):.0f} % elsewhere; smallest where "
+            f"violated {100 * part[violated].min():.1f} %; smallest violated bound "
+            f"{predicted[violated].min():.3g}"
         )
 
 
 def pictures(
-    attack: GLMReconstruction, bound: np.ndarray, X: np.ndarray, released: torch.Tensor, folder: Path, number: int = 8
+    attack: GLMReconstruction,
+    bound: np.ndarray,
+    X: np.ndarray,
+    released: torch.Tensor,
+    folder: Path,
+    number: int = 8,
 ) -> None:
-    """The digits with the lowest and the highest bounds, above their reconstructions from one release."""
+    """The digits with the lowest and the highest bounds, above their reconstructions from one
+    release.
+    """
     order = np.argsort(bound)
     figure, axes = pyplot.subplots(4, number, figsize=(number, 4.9), constrained_layout=True)
-    for top, rows, label in ((0, order[:number], "lowest bounds"), (2, order[-number:], "highest bounds")):
+    for top, rows, label in (
+        (0, order[:number], "lowest bounds"),
+        (2, order[-number:], "highest bounds"),
+    ):
         guesses = attack.guesses(released[None], rows.tolist())[:, 0].cpu().numpy()
         for column, row in enumerate(rows):
-            for axis, image in ((axes[top, column], X[row]), (axes[top + 1, column], guesses[column])):
+            for axis, image in (
+                (axes[top, column], X[row]),
+                (axes[top + 1, column], guesses[column]),
+            ):
                 axis.imshow(image.reshape(28, 28), cmap="gray", vmin=0, vmax=1)
                 axis.set(xticks=[], yticks=[])
             axes[top, column].set_title(f"{bound[row]:.1e}", fontsize=8)

@@ -1,7 +1,9 @@
-"""The attack that the Fisher bound limits: one example from all noisy gradients of a private run, all others known.
+"""The attack that the Fisher bound limits: one example from all noisy gradients of a private run,
+all others known.
 
-A scalar and a five-dimensional example in a tiny network, trained by DP-SGD 2,000 times at each noise scale. The table
-shows the error of the most likely guess as a multiple of the bound on unbiased guesses.
+A scalar and a five-dimensional example in a tiny network, trained by DP-SGD 2,000 times at each
+noise scale. The table shows the error of the most likely guess as a multiple of the bound on
+unbiased guesses.
 
 python examples/attack_informed.py --out out
 """
@@ -16,27 +18,45 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from torchfil import bounds
-from torchfil.attacks.transcripts import expected_information, informed_reconstruction, mean_jacobian, record_dpsgd
+from torchfil.attacks.transcripts import (
+    expected_information,
+    informed_reconstruction,
+    mean_jacobian,
+    record_dpsgd,
+)
 
 NOISE = (0.01, 0.03, 0.1, 0.2, 0.4, 0.8)
 EXAMPLES, STEPS, ROW = 20, 10, 0
 
 
 def attack(d: int, sigma: float, runs: int) -> tuple[float, float, float, float]:
-    """The bound on unbiased guesses, the bound for this guess's bias, the achieved error, its standard error."""
+    """The bound on unbiased guesses, the bound for this guess's bias, the achieved error, its
+    standard error.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(d, 6), nn.Tanh(), nn.Linear(6, 1)).double()
     x = torch.randn(EXAMPLES, d, dtype=torch.float64)
     y = torch.sin(x.sum(dim=1, keepdim=True)) + 0.3
     transcripts = record_dpsgd(
-        model, nn.MSELoss(), x, y, steps=STEPS, lr=0.5, max_grad_norm=1.0, noise_multiplier=sigma, runs=runs, seed=1
+        model,
+        nn.MSELoss(),
+        x,
+        y,
+        steps=STEPS,
+        lr=0.5,
+        max_grad_norm=1.0,
+        noise_multiplier=sigma,
+        runs=runs,
+        seed=1,
     )
     result = informed_reconstruction(transcripts, ROW, restarts=2, iterations=25, seed=2)
     assert result.standard_error is not None
     guesses, information = torch.tensor(result.guesses)[0], expected_information(transcripts, ROW)
     bound = bounds.mse_from_fim(information[None]).item()
     shift = mean_jacobian(transcripts, ROW, guesses)
-    biased = bounds.mse_biased(information[None], shift[None], (guesses.mean(dim=0) - x[ROW])[None]).item()
+    biased = bounds.mse_biased(
+        information[None], shift[None], (guesses.mean(dim=0) - x[ROW])[None]
+    ).item()
     return bound, biased, float(result.achieved[0]), float(result.standard_error[0])
 
 
@@ -63,9 +83,16 @@ def main() -> None:
         bound, biased, achieved, error = table.unbind(dim=1)
         name = "scalar" if d == 1 else f"{d} coordinates"
         errors.plot(options.noise, bound, color=colour, linewidth=1.2, label=f"bound, {name}")
-        errors.plot(options.noise, achieved, marker, color=colour, markersize=5, label=f"attack, {name}")
+        errors.plot(
+            options.noise, achieved, marker, color=colour, markersize=5, label=f"attack, {name}"
+        )
         ratios.plot(
-            options.noise, biased / bound, ":", color=colour, linewidth=1.2, label=f"bound for its bias, {name}"
+            options.noise,
+            biased / bound,
+            ":",
+            color=colour,
+            linewidth=1.2,
+            label=f"bound for its bias, {name}",
         )
         ratios.errorbar(
             options.noise,
@@ -77,9 +104,19 @@ def main() -> None:
             label=f"attack, {name}",
         )
 
-    errors.set(xscale="log", yscale="log", xlabel="noise multiplier σ", ylabel="mean squared error per coordinate")
+    errors.set(
+        xscale="log",
+        yscale="log",
+        xlabel="noise multiplier σ",
+        ylabel="mean squared error per coordinate",
+    )
     ratios.axhline(1, color="0.3", linewidth=1)
-    ratios.set(xscale="log", yscale="log", xlabel="noise multiplier σ", ylabel="achieved / bound (95 % interval)")
+    ratios.set(
+        xscale="log",
+        yscale="log",
+        xlabel="noise multiplier σ",
+        ylabel="achieved / bound (95 % interval)",
+    )
     for axis in (errors, ratios):
         axis.legend(frameon=False, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)

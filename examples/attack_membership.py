@@ -1,8 +1,10 @@
-"""Who was trained on? Membership inference on an overfitted network, and on one trained with DP-SGD at σ = 1.
+"""Who was trained on? Membership inference on an overfitted network, and on one trained with DP-SGD
+at σ = 1.
 
-2,000 digits of MNIST, a fifth of them with a wrong label, which a network can only memorise. Every run trains a small
-network on a random half of them. Each of sixteen runs is attacked with all others as shadows. A table shows FIL,
-individual ε and how often the attack was right for each example.
+2,000 digits of MNIST, a fifth of them with a wrong label, which a network can only memorise. Every
+run trains a small network on a random half of them. Each of sixteen runs is attacked with all
+others as shadows. A table shows FIL, individual ε and how often the attack was right for each
+example.
 
 Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
@@ -34,17 +36,23 @@ STYLES = {"loss threshold": "--", "likelihood ratio": "-"}
 def mislabelled(labels: Tensor, share: float, source: torch.Generator) -> Tensor:
     """The labels, with about this share replaced by another random digit."""
     wrong = torch.rand(len(labels), generator=source) < share
-    return torch.where(wrong, (labels + torch.randint(1, 10, labels.shape, generator=source)) % 10, labels)
+    return torch.where(
+        wrong, (labels + torch.randint(1, 10, labels.shape, generator=source)) % 10, labels
+    )
 
 
 def network(seed: int, device: torch.device) -> nn.Sequential:
     """A small dense network with weights drawn from this seed."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 64), nn.Tanh(), nn.Linear(64, 10)).to(device)
+    return nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 64), nn.Tanh(), nn.Linear(64, 10)).to(
+        device
+    )
 
 
 def overfit(images: Tensor, labels: Tensor, seed: int, steps: int) -> nn.Module:
-    """Full-batch steps of Adam: after 200, nearly every training label is memorised, including the wrong ones."""
+    """Full-batch steps of Adam: after 200, nearly every training label is memorised, including the
+    wrong ones.
+    """
     model = network(seed, images.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for _ in range(steps):
@@ -54,13 +62,20 @@ def overfit(images: Tensor, labels: Tensor, seed: int, steps: int) -> nn.Module:
     return model
 
 
-def train_privately(images: Tensor, labels: Tensor, seed: int, *, measured: bool) -> tuple[nn.Module, FILPrivacyEngine]:
+def train_privately(
+    images: Tensor, labels: Tensor, seed: int, *, measured: bool
+) -> tuple[nn.Module, FILPrivacyEngine]:
     """Five epochs of DP-SGD at σ = 1."""
     model, engine = network(seed, images.device), FILPrivacyEngine()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loader = DataLoader(TensorDataset(images, labels), batch_size=50)
     _, _, loader = engine.make_private(
-        model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0, criterion=nn.CrossEntropyLoss()
+        model,
+        optimizer,
+        loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        criterion=nn.CrossEntropyLoss(),
     )
     with contextlib.nullcontext() if measured else engine.paused():
         for _ in range(5):
@@ -95,19 +110,26 @@ def main() -> None:
     first = options.seed * options.runs
     settings = {"runs": options.runs, "seed": options.seed + 1, "progress": True}
     plain = shadow_runs(
-        lambda rows, run: overfit(images[rows], labels[rows], first + run, options.steps), images, labels, **settings
+        lambda rows, run: overfit(images[rows], labels[rows], first + run, options.steps),
+        images,
+        labels,
+        **settings,
     )
     private = shadow_runs(
-        lambda rows, run: train_privately(images[rows], labels[rows], first + run, measured=False)[0],
+        lambda rows, run: train_privately(images[rows], labels[rows], first + run, measured=False)[
+            0
+        ],
         images,
         labels,
         **settings,
     )
 
-    memorised = (plain.log_odds[plain.members] > 0).double().mean().item()  # probability above one half
+    # probability above one half
+    memorised = (plain.log_odds[plain.members] > 0).double().mean().item()
     wrong = int((labels != digits).sum())
     print(
-        f"{wrong} of {len(labels)} labels are wrong; overfitted, {100 * memorised:.2f} % of training labels memorised"
+        f"{wrong} of {len(labels)} labels are wrong; overfitted, {100 * memorised:.2f} % of "
+        "training labels memorised"
     )
     attacked = min(ATTACKED, options.runs)
     results = {
@@ -117,8 +139,9 @@ def main() -> None:
     for training, by_attack in results.items():
         for name, result in by_attack.items():
             print(
-                f"{training}, {name}: AUC {result.auc:.3f} ± {result.auc_error:.3f}, true positives at 1 % false "
-                f"alarms {100 * result.tpr_at(0.01):.1f} %, at 10 % {100 * result.tpr_at(0.1):.1f} %"
+                f"{training}, {name}: AUC {result.auc:.3f} ± {result.auc_error:.3f}, true "
+                f"positives at 1 % false alarms {100 * result.tpr_at(0.01):.1f} %, at 10 % "
+                f"{100 * result.tpr_at(0.1):.1f} %"
             )
 
     # Measure the first private run again: its leakage, and how often the attack was right.
@@ -131,18 +154,34 @@ def main() -> None:
 
 
 def print_exposed(
-    engine: FILPrivacyEngine, members: Tensor, right: Tensor, results: dict[str, dict[str, MembershipResult]]
+    engine: FILPrivacyEngine,
+    members: Tensor,
+    right: Tensor,
+    results: dict[str, dict[str, MembershipResult]],
 ) -> None:
-    """The five members of a run that leak most, whether their labels are right, and how often attacks were right."""
-    print(f"private: ε = {engine.get_epsilon(DELTA):.2f} at δ = {DELTA:g}. The five most exposed of the first run:")
+    """The five members of a run that leak most, whether their labels are right, and how often
+    attacks were right.
+    """
+    print(
+        f"private: ε = {engine.get_epsilon(DELTA):.2f} at δ = {DELTA:g}. The five most exposed of "
+        "the first run:"
+    )
     table = engine.leakage(delta=DELTA)
     fil, epsilon = np.asarray(table["fil"]), np.asarray(table["individual_epsilon"])
-    by_example = {name: by_attack["likelihood ratio"].by_example().achieved for name, by_attack in results.items()}
+    by_example = {
+        name: by_attack["likelihood ratio"].by_example().achieved
+        for name, by_attack in results.items()
+    }
     print("digit  label  FIL    its own ε  attack right, overfitted  attack right, DP-SGD")
     for place in np.argsort(-fil)[:5]:
         row = int(members[place])
-        told = "                 ".join(f"{100 * values[row]:5.0f} %" for values in by_example.values())
-        print(f"{row:5d}  {'right' if right[row] else 'wrong'}  {fil[place]:.3f}  {epsilon[place]:9.2f}  {told}")
+        told = "                 ".join(
+            f"{100 * values[row]:5.0f} %" for values in by_example.values()
+        )
+        print(
+            f"{row:5d}  {'right' if right[row] else 'wrong'}  {fil[place]:.3f}  "
+            f"{epsilon[place]:9.2f}  {told}"
+        )
 
 
 def save(results: dict[str, dict[str, MembershipResult]], path: Path) -> None:

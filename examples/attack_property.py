@@ -1,11 +1,13 @@
-"""Which layer reveals a secret? Property inference in federated learning, with a property planted into MNIST.
+"""Which layer reveals a secret? Property inference in federated learning, with a property planted
+into MNIST.
 
-Two clients train a network by FedSGD to predict whether a digit is even: in every round each sends the mean gradient of
-one batch. One of them is the attacker (Melis et al. 2019; Mo et al. 2021). It subtracts its own gradient from what the
-server sends, which leaves the other's; from gradients of its own data, with and without the property, at the same
-weights, it learns to tell whether a batch has the property. Half of the digits have a grey bar, a column
-of pixels that is irrelevant to the task. One client infers from the other's gradients, layer by layer, whether a batch
-has bars; the tables compare the AUC with the layer's sensitivity and V-information.
+Two clients train a network by FedSGD to predict whether a digit is even: in every round each sends
+the mean gradient of one batch. One of them is the attacker (Melis et al. 2019; Mo et al. 2021). It
+subtracts its own gradient from what the server sends, which leaves the other's; from gradients of
+its own data, with and without the property, at the same weights, it learns to tell whether a batch
+has the property. Half of the digits have a grey bar, a column of pixels that is irrelevant to the
+task. One client infers from the other's gradients, layer by layer, whether a batch has bars; the
+tables compare the AUC with the layer's sensitivity and V-information.
 
 Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
@@ -40,7 +42,9 @@ Attacker = Literal["logistic", "forest"]
 
 @dataclass(frozen=True)
 class Client:
-    """One client's data: inputs [n, …], targets [n] and the property, [n] booleans, which the task does not use."""
+    """One client's data: inputs [n, …], targets [n] and the property, [n] booleans, which the task
+    does not use.
+    """
 
     inputs: Tensor
     targets: Tensor
@@ -50,8 +54,12 @@ class Client:
         """The same client with its data on a device."""
         return Client(self.inputs.to(device), self.targets.to(device), self.property.to(device))
 
-    def batch(self, size: int, with_property: bool, source: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of ``size`` examples, all with the property or all without, drawn with replacement."""
+    def batch(
+        self, size: int, with_property: bool, source: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of ``size`` examples, all with the property or all without, drawn with
+        replacement.
+        """
         rows = (self.property.bool() == with_property).nonzero().squeeze(1)
         drawn = rows[torch.randint(len(rows), (size,), generator=source, device=rows.device)]
         return self.inputs[drawn], self.targets[drawn]
@@ -59,7 +67,8 @@ class Client:
 
 @dataclass(frozen=True)
 class FederatedGradients:
-    """By layer, the mean gradients of batches, [batches, N_l], and whether each batch has the property, [batches].
+    """By layer, the mean gradients of batches, [batches, N_l], and whether each batch has the
+    property, [batches].
 
     Attributes:
         known: The attacker's own gradients, at the weights of each round.
@@ -88,9 +97,10 @@ def federated_gradients(
 ) -> FederatedGradients:
     """Train a network by FedSGD with two clients, in place, and note what the attacker can see.
 
-    In each round, a fair coin decides whether the victim's batch has the property. The attacker's own update comes from
-    a batch of random examples, and the server takes the mean of both. The attacker removes its own part and computes
-    gradients of ``own_batches`` own batches with the property and as many without.
+    In each round, a fair coin decides whether the victim's batch has the property. The attacker's
+    own update comes from a batch of random examples, and the server takes the mean of both. The
+    attacker removes its own part and computes gradients of ``own_batches`` own batches with the
+    property and as many without.
 
     Args:
         model: Trained in place.
@@ -115,24 +125,29 @@ def federated_gradients(
     for number in range(rounds):
         sent = mean_gradient(*victim.batch(batch_size, bool(coins[number]), source))
         known += [mean_gradient(*attacker.batch(batch_size, kind, source)) for kind in kinds]
-        rows = torch.randint(len(attacker.targets), (batch_size,), generator=source, device=coins.device)
+        rows = torch.randint(
+            len(attacker.targets), (batch_size,), generator=source, device=coins.device
+        )
         own = mean_gradient(attacker.inputs[rows], attacker.targets[rows])
         server = {layer: (sent[layer] + own[layer]) / 2 for layer in sent}
         observed.append({layer: 2 * server[layer] - own[layer] for layer in server})
         _descend(model, server, lr)
-    return FederatedGradients(_stacked(known), torch.tensor(kinds).repeat(rounds), _stacked(observed), coins.cpu())
+    return FederatedGradients(
+        _stacked(known), torch.tensor(kinds).repeat(rounds), _stacked(observed), coins.cpu()
+    )
 
 
 def property_inference(
     seen: FederatedGradients, *, attacker: Attacker = "forest", bootstrap: int = 200, seed: int = 0
 ) -> LayerTable:
-    """AUC of an attacker who sees one layer's gradient, for each layer, with a 95 % bootstrap interval over batches.
+    """AUC of an attacker who sees one layer's gradient, for each layer, with a 95 % bootstrap
+    interval over batches.
 
-    Threat model: the attacker takes part in FedSGD with one other client, sees that client's gradient of a layer and
-    has its own data with known property. An AUC of 0.5 is guessing; 1 means that every batch is right. Intervals are
-    over batches of these clients. With few examples per client (100), whose own differences show in a gradient, the
-    interval for an unrelated property missed 0.5 in a quarter to a half of the repetitions; with 3,000 in none to a
-    tenth.
+    Threat model: the attacker takes part in FedSGD with one other client, sees that client's
+    gradient of a layer and has its own data with known property. An AUC of 0.5 is guessing; 1 means
+    that every batch is right. Intervals are over batches of these clients. With few examples per
+    client (100), whose own differences show in a gradient, the interval for an unrelated property
+    missed 0.5 in a quarter to a half of the repetitions; with 3,000 in none to a tenth.
 
     Args:
         seen: From :func:`federated_gradients`.
@@ -145,16 +160,25 @@ def property_inference(
     draws = np.stack([row for row in draws if 0 < truth[row].sum() < len(truth)])
     values, resampled = [], []
     for layer in seen.known:
-        scores = _scores(seen.known[layer], seen.known_property, seen.observed[layer], attacker, seed)
+        scores = _scores(
+            seen.known[layer], seen.known_property, seen.observed[layer], attacker, seed
+        )
         values.append(auroc(scores, truth).value)
         resampled.append([auroc(scores[row], truth[row]).value for row in draws])
     low, high = np.quantile(resampled, [0.025, 0.975], axis=1)
     error = np.std(resampled, axis=1, ddof=1)
-    return LayerTable(tuple(seen.known), np.array(values), low, high, error, f"AUC ({attacker})", "AUC")
+    return LayerTable(
+        tuple(seen.known), np.array(values), low, high, error, f"AUC ({attacker})", "AUC"
+    )
 
 
-def _scores(known: Tensor, labels: Tensor, observed: Tensor, attacker: Attacker, seed: int) -> np.ndarray:
-    forest, ridge = RandomForestClassifier(200, random_state=seed), LogisticRegression(C=0.1, max_iter=500)
+def _scores(
+    known: Tensor, labels: Tensor, observed: Tensor, attacker: Attacker, seed: int
+) -> np.ndarray:
+    forest, ridge = (
+        RandomForestClassifier(200, random_state=seed),
+        LogisticRegression(C=0.1, max_iter=500),
+    )
     pipeline = make_pipeline(StandardScaler(), forest if attacker == "forest" else ridge)
     fitted = pipeline.fit(known.cpu().numpy(), labels.cpu().numpy())
     return np.asarray(fitted.predict_proba(observed.cpu().numpy())[:, 1])
@@ -177,7 +201,10 @@ def _descend(model: nn.Module, gradients: dict[str, Tensor], lr: float) -> None:
 
 def planted(images: torch.Tensor, digits: torch.Tensor, strength: float, seed: int) -> Client:
     """The task is even or odd; a random half of the images has a bar on the left."""
-    images, bars = images.clone(), torch.rand(len(images), generator=torch.Generator().manual_seed(seed)) < 0.5
+    images, bars = (
+        images.clone(),
+        torch.rand(len(images), generator=torch.Generator().manual_seed(seed)) < 0.5,
+    )
     images[bars, :, 4:24, 2:4] = (images[bars, :, 4:24, 2:4] + strength).clamp(max=1)
     return Client(images, digits % 2, bars)
 
@@ -189,7 +216,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--strength", type=float, default=0.5)
     parser.add_argument("--examples", type=int, default=1000, help="examples of each client")
-    parser.add_argument("--measured", type=int, default=400, help="the victim's examples for V-information")
+    parser.add_argument(
+        "--measured", type=int, default=400, help="the victim's examples for V-information"
+    )
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     data = PaperData("mnist")
@@ -224,16 +253,27 @@ def main() -> None:
         "AUC, logistic": property_inference(seen, attacker="logistic"),
     }
     measures: dict[str, LayerTable] = {
-        "sensitivity to the target": jacobian_sensitivity(model, loss, victim.inputs[:60], victim.targets[:60]),
-        "V-information, one example, forest": v_information(single, victim.property[:few], "forest"),
+        "sensitivity to the target": jacobian_sensitivity(
+            model, loss, victim.inputs[:60], victim.targets[:60]
+        ),
+        "V-information, one example, forest": v_information(
+            single, victim.property[:few], "forest"
+        ),
     }
     logistic = v_information(single, victim.property[:few], "logistic")
-    for title, table in {**attacks, **measures, "V-information, one example, logistic": logistic}.items():
+    for title, table in {
+        **attacks,
+        **measures,
+        "V-information, one example, logistic": logistic,
+    }.items():
         print(f"{title}\n{table}\n")
     for attack, areas in attacks.items():
         for measure, table in measures.items():
             correlation = spearmanr(areas.value, table.value).statistic
-            print(f"rank correlation over {len(table)} layers, {attack} with {measure}: {correlation:.2f}")
+            print(
+                f"rank correlation over {len(table)} layers, {attack} with {measure}: "
+                f"{correlation:.2f}"
+            )
 
     save({**attacks, **measures}, options.out / "attack_property.png")
     print(f"The picture is {options.out / 'attack_property.png'}.")

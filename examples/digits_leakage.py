@@ -1,7 +1,7 @@
 """Train a small network privately on handwritten digits, and see whose digit leaks most.
 
-The loop is an ordinary Opacus loop; the engine keeps each example's Fisher information as well as ε. `torchfil demo`
-trains the same network and writes a report.
+The loop is an ordinary Opacus loop; the engine keeps each example's Fisher information as well as
+ε. `torchfil demo` trains the same network and writes a report.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
 
     engine = FILPrivacyEngine()
-    model, optimizer, loader = engine.make_private(model, optimizer, loader, noise_multiplier=options.noise)
+    model, optimizer, loader = engine.make_private(
+        model, optimizer, loader, noise_multiplier=options.noise
+    )
 
     start = time.perf_counter()
     for epoch in range(options.epochs):
@@ -57,7 +59,8 @@ def main() -> None:
         with torch.no_grad():
             correct = (model(images.to(options.device)).argmax(1).cpu() == labels).float().mean()
         print(
-            f"epoch {epoch + 1}: accuracy {100 * correct:.0f} %, ε = {engine.get_epsilon(DELTA):.2f} at δ = {DELTA:g}"
+            f"epoch {epoch + 1}: accuracy {100 * correct:.0f} %, ε = "
+            f"{engine.get_epsilon(DELTA):.2f} at δ = {DELTA:g}"
         )
     print(f"{time.perf_counter() - start:.0f} s\n")
 
@@ -65,21 +68,41 @@ def main() -> None:
     never = int((table.participations == 0).sum())
     table = table[table.participations > 0]
     table["digit"] = [int(labels[i]) for i in table.index]
-    shown = ["digit", "fil", "fil_error", "sampling_error", "mse_bound", "participations", "individual_epsilon"]
+    shown = [
+        "digit",
+        "fil",
+        "fil_error",
+        "sampling_error",
+        "mse_bound",
+        "participations",
+        "individual_epsilon",
+    ]
     guess = (images - images.mean()).square().mean().item()
-    print("An unbiased attacker who sees every noisy gradient and knows all other digits guesses the pixels (0 to 1)")
-    print(f"of a digit with an MSE of at least mse_bound. The MSE of guessing mean grey everywhere is {guess:.2f}.\n")
+    print(
+        "An unbiased attacker who sees every noisy gradient and knows all other digits guesses "
+        "the pixels (0 to 1)"
+    )
+    print(
+        "of a digit with an MSE of at least mse_bound. The MSE of guessing mean grey everywhere "
+        f"is {guess:.2f}.\n"
+    )
     print("most exposed\n" + table[shown].head(5).round(3).to_string(), end="\n\n")
     print("least exposed\n" + table[shown].tail(5).round(3).to_string(), end="\n\n")
     most, least = table.index[0], table.index[-1]
     print(f"most exposed: {most:<10}  least exposed: {least}")
     for left, right in zip(drawn(images[most, 0]), drawn(images[least, 0]), strict=True):
         print(f"{left:<24}  {right}")
-    print("\nfil_error: error of the probes. sampling_error: effect of the random choice of batches (average runs).")
+    print(
+        "\nfil_error: error of the probes. sampling_error: effect of the random choice of batches "
+        "(average runs)."
+    )
     print(f"{never} digits were never drawn in this run, so it does not show how much they leak.")
     groups = engine.group_leakage(dict(enumerate(labels.tolist())), quantiles=(0.5,))
     print("\nFisher information loss by digit\n" + groups.sort_index().round(3).to_string())
-    print(f"\nOne bound for all digits, from ε alone (Theorem 1): MSE at least {engine.get_rdp_mse_bound(1.0):.2g}")
+    print(
+        "\nOne bound for all digits, from ε alone (Theorem 1): MSE at least "
+        f"{engine.get_rdp_mse_bound(1.0):.2g}"
+    )
     print("These numbers depend on private data and are confidential themselves.")
 
 

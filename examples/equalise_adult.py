@@ -1,8 +1,9 @@
 """A less exposed worst decile, and what it costs: DP-SGD on UCI Adult.
 
-A small network learns from census records who earns above 50,000 dollars. Some people's marital status is easier to
-infer than others'. ``torchfil.equalise`` trains again with clip weights until the most exposed tenth is harder to
-guess: the true-positive rate of every attacker on marital status at 1 % false positives.
+A small network learns from census records who earns above 50,000 dollars. Some people's marital
+status is easier to infer than others'. ``torchfil.equalise`` trains again with clip weights until
+the most exposed tenth is harder to guess: the true-positive rate of every attacker on marital
+status at 1 % false positives.
 
 The weights depend on the data and are held fixed in the bounds, as in IRFIL.
 
@@ -34,13 +35,19 @@ ATTRIBUTE, DELTA = "marital-status", 1e-5
 
 
 class Training:
-    """Private training with given clip weights, a new seed at each call; the run without weights is trained once."""
+    """Private training with given clip weights, a new seed at each call.
+
+    The run without weights is trained once.
+    """
 
     def __init__(self, task: TabularTask, options: argparse.Namespace) -> None:
-        rows = torch.randperm(len(task.train_targets), generator=torch.Generator().manual_seed(0))[: options.examples]
+        rows = torch.randperm(len(task.train_targets), generator=torch.Generator().manual_seed(0))[
+            : options.examples
+        ]
         self.options, self.calls = options, 0
         self.plain: tuple[FILPrivacyEngine, float] | None = None
-        # a few capital gains are 13 deviations from the mean; inputs that large saturate tanh, so they are cut
+        # a few capital gains are 13 deviations from the mean; inputs that large saturate tanh, so
+        # they are cut
         self.inputs = torch.tensor(task.train_inputs[rows]).float().clamp(-4, 4).to(options.device)
         self.targets = torch.tensor(task.train_targets[rows]).long().to(options.device)
         self.test_inputs = torch.tensor(task.test_inputs).float().clamp(-4, 4).to(options.device)
@@ -60,7 +67,9 @@ class Training:
         self.calls += 1
         torch.manual_seed(options.seed + self.calls)
         width = self.inputs.shape[1]
-        model = nn.Sequential(nn.Linear(width, options.hidden), nn.Tanh(), nn.Linear(options.hidden, 2))
+        model = nn.Sequential(
+            nn.Linear(width, options.hidden), nn.Tanh(), nn.Linear(options.hidden, 2)
+        )
         model.to(options.device)
         data = ResidentDataset(self.inputs, self.targets)
         engine = FILPrivacyEngine()
@@ -85,15 +94,17 @@ class Training:
             guesses = private_model(self.test_inputs).argmax(dim=1)
         score = float((guesses == self.test_targets).double().mean())
         print(
-            f"training {self.calls}: accuracy {100 * score:.2f} %; "
-            f"marital status, most exposed tenth: at most {100 * worst_decile(engine):.1f} %, wrong in 1 %",
+            f"training {self.calls}: accuracy {100 * score:.2f} %; marital status, most exposed "
+            f"tenth: at most {100 * worst_decile(engine):.1f} %, wrong in 1 %",
             flush=True,
         )
         return engine, score
 
 
 def worst_decile(engine: Any) -> float:
-    """The mean, over the most exposed tenth, of every attacker's true-positive rate at 1 % false positives."""
+    """The mean, over the most exposed tenth, of every attacker's true-positive rate at 1 % false
+    positives.
+    """
     rates = engine.get_guess(ATTRIBUTE).true_positive_rate(0.01).amax(dim=1)
     return float(rates.sort(descending=True).values[: max(1, len(rates) // 10)].mean())
 
@@ -111,9 +122,13 @@ def summary(result: Equalised) -> dict[str, Any]:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("out"))
-    parser.add_argument("--quick", action="store_true", help="few people and steps, as without files")
+    parser.add_argument(
+        "--quick", action="store_true", help="few people and steps, as without files"
+    )
     parser.add_argument("--examples", type=int, default=30162)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=512)
@@ -127,13 +142,21 @@ def main() -> None:
     options = parser.parse_args()
     data = PaperData("adult")
     if options.quick or data.made:
-        options.examples, options.steps, options.batch = min(options.examples, 600), min(options.steps, 40), 60
+        options.examples, options.steps, options.batch = (
+            min(options.examples, 600),
+            min(options.steps, 40),
+            60,
+        )
 
     train = Training(data.adult(), options)
     found: dict[str, Any] = {}
-    warnings.filterwarnings("ignore", message="The clip weights were computed")  # the results' text says it
+    # the results' text says it
+    warnings.filterwarnings("ignore", message="The clip weights were computed")
     plain, score = train(None)
-    print(f"{len(train.inputs):,} people, {options.steps} steps, ε = {plain.get_epsilon(DELTA):.2f} a training")
+    print(
+        f"{len(train.inputs):,} people, {options.steps} steps, ε = {plain.get_epsilon(DELTA):.2f} "
+        "a training"
+    )
     found["plain"] = {"score": score, "worst_decile": worst_decile(plain)}
     result = torchfil.equalise(
         train,

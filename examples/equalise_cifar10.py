@@ -1,8 +1,10 @@
-"""Sparing the few who are exposed, on photographs: the CIFAR network of Guo et al. 2022 on a part of CIFAR-10.
+"""Sparing the few who are exposed, on photographs: the CIFAR network of Guo et al. 2022 on a part
+of CIFAR-10.
 
-``torchfil.equalise`` trains in rounds, each with clip weights from the round before. It prints the smallest MSE bound
-of all photographs (it binds unbiased attackers, per pixel value in [0, 1]), how many photographs were spared, and the
-test accuracy. The weights depend on the data and are held fixed in the bounds, as in IRFIL.
+``torchfil.equalise`` trains in rounds, each with clip weights from the round before. It prints the
+smallest MSE bound of all photographs (it binds unbiased attackers, per pixel value in [0, 1]), how
+many photographs were spared, and the test accuracy. The weights depend on the data and are held
+fixed in the bounds, as in IRFIL.
 
 Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
@@ -32,7 +34,9 @@ def balanced(labels: Tensor, count: int) -> Tensor:
 
 def main() -> None:
     """Print the rounds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--examples", type=int, default=2000)
     parser.add_argument("--test-examples", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=400)
@@ -47,12 +51,25 @@ def main() -> None:
     options = parser.parse_args()
     data_sets = PaperData("cifar10")
     if data_sets.made:  # a minute on two cores
-        options.examples, options.steps, options.batch = min(options.examples, 300), min(options.steps, 20), 60
-    (images, labels), (test_images, test_labels) = data_sets.cifar10("train"), data_sets.cifar10("test")
+        options.examples, options.steps, options.batch = (
+            min(options.examples, 300),
+            min(options.steps, 20),
+            60,
+        )
+    (images, labels), (test_images, test_labels) = (
+        data_sets.cifar10("train"),
+        data_sets.cifar10("test"),
+    )
 
-    rows, test_rows = balanced(labels, options.examples), balanced(test_labels, options.test_examples)
+    rows, test_rows = (
+        balanced(labels, options.examples),
+        balanced(test_labels, options.test_examples),
+    )
     data = ResidentDataset(images[rows].to(options.device), labels[rows].to(options.device))
-    test_images, test_labels = test_images[test_rows].to(options.device), test_labels[test_rows].to(options.device)
+    test_images, test_labels = (
+        test_images[test_rows].to(options.device),
+        test_labels[test_rows].to(options.device),
+    )
     calls = 0
 
     def train(weights: Tensor | None) -> tuple[FILPrivacyEngine, float]:
@@ -86,7 +103,12 @@ def main() -> None:
         return engine, float(torch.cat(right).mean())
 
     result = torchfil.equalise(
-        train, share=options.share, margin=options.margin, confidence=None, max_rounds=options.rounds, delta=1e-5
+        train,
+        share=options.share,
+        margin=options.margin,
+        confidence=None,
+        max_rounds=options.rounds,
+        delta=1e-5,
     )
     print(f"{len(rows):,} photographs, {options.steps} steps of {options.batch}\n{result}")
 

@@ -1,4 +1,5 @@
-"""Table 1 of Hannun et al. 2021 next to ours, with figures 2 to 5, on MNIST 0/1 and CIFAR plane/car.
+"""Table 1 of Hannun et al. 2021 next to ours, with figures 2 to 5, on MNIST 0/1 and CIFAR
+plane/car.
 
 Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
@@ -15,7 +16,13 @@ import matplotlib
 import numpy as np
 from paper_data import PaperData
 
-from torchfil.glm import IRFIL, GeneralizedLinearModel, LinearRegression, LogisticRegression, iteratively_reweighted_fil
+from torchfil.glm import (
+    IRFIL,
+    GeneralizedLinearModel,
+    LinearRegression,
+    LogisticRegression,
+    iteratively_reweighted_fil,
+)
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -53,7 +60,10 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     data_sets = PaperData("mnist", "cifar10")
-    tasks = {"MNIST": (data_sets.mnist_zero_one(), 8e-4), "CIFAR": (data_sets.cifar_plane_car(), 8e-5)}
+    tasks = {
+        "MNIST": (data_sets.mnist_zero_one(), 8e-4),
+        "CIFAR": (data_sets.cifar_plane_car(), 8e-5),
+    }
 
     settings: dict[str, Setting] = {}
     print(f"{'':<16}{'paper: mean η ± std, accuracy':>32}{'ours':>28}")
@@ -92,11 +102,20 @@ def _histograms(settings: dict[str, Setting], path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
-def _extremes(settings: dict[str, Setting], data_sets: PaperData, path: Path, count: int = 8) -> None:
-    """The images with the smallest and largest η; rows have the same order with and without projection."""
+def _extremes(
+    settings: dict[str, Setting], data_sets: PaperData, path: Path, count: int = 8
+) -> None:
+    """The images with the smallest and largest η.
+
+    Rows have the same order with and without projection.
+    """
     pixels = {
-        "MNIST": data_sets.mnist_zero_one(components=None, scaled=False).train_inputs.reshape(-1, 28, 28),
-        "CIFAR": data_sets.cifar_plane_car(components=None, scaled=False).train_inputs.reshape(-1, 32, 32, 3),
+        "MNIST": data_sets.mnist_zero_one(components=None, scaled=False).train_inputs.reshape(
+            -1, 28, 28
+        ),
+        "CIFAR": data_sets.cifar_plane_car(components=None, scaled=False).train_inputs.reshape(
+            -1, 32, 32, 3
+        ),
     }
     figure = pyplot.figure(figsize=(7.5, 8.6), constrained_layout=True)
     grid = figure.add_gridspec(len(settings), 1)
@@ -123,9 +142,19 @@ def _scatter(setting: Setting, path: Path, count: int = 2000) -> None:
         "norm of the gradient ‖∇ℓ‖": np.abs(residual) * np.linalg.norm(X, axis=1),
     }
     for axis, (label, values) in zip(axes, alternatives.items(), strict=True):
-        for value, colour, title, marker in zip((0, 1), COLOURS, CLASSES["MNIST"], "ox", strict=True):
+        for value, colour, title, marker in zip(
+            (0, 1), COLOURS, CLASSES["MNIST"], "ox", strict=True
+        ):
             rows = classes == value
-            axis.scatter(values[rows], eta[rows], s=8, marker=marker, linewidths=0.8, color=colour, label=title)
+            axis.scatter(
+                values[rows],
+                eta[rows],
+                s=8,
+                marker=marker,
+                linewidths=0.8,
+                color=colour,
+                label=title,
+            )
         axis.set(xlabel=label, title=f"correlation {np.corrcoef(values, eta)[0, 1]:.2f}")
     axes[0].set_ylabel("Fisher information loss η (σ = 1)")
     axes[1].legend()

@@ -1,8 +1,8 @@
 """A small BERT trained privately by a Hugging Face Trainer, and whose sentence leaks most.
 
-Sentences are made up from ten words; the label says whether five of these are in the majority. Words are integers, and
-the attacker is assumed to know them: the run measures the leakage about their embeddings. Needs
-``torchfil[huggingface]``; downloads nothing.
+Sentences are made up from ten words; the label says whether five of these are in the majority.
+Words are integers, and the attacker is assumed to know them: the run measures the leakage about
+their embeddings. Needs ``torchfil[huggingface]``; downloads nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def sentences(count: int, seed: int) -> list[dict[str, Tensor]]:
     labels = (words >= WORDS // 2).double().mean(dim=1) > 0.5
     mask = torch.ones(LENGTH, dtype=torch.long)
     pairs = zip(words, labels, strict=True)
-    return [{"input_ids": row, "attention_mask": mask, "labels": label.long()} for row, label in pairs]
+    return [
+        {"input_ids": row, "attention_mask": mask, "labels": label.long()} for row, label in pairs
+    ]
 
 
 def network() -> BertForSequenceClassification:
@@ -53,7 +55,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--examples", type=int, default=2000)
     parser.add_argument("--noise", type=float, default=1.0, help="noise multiplier σ")
-    parser.add_argument("--path", default=None, help="where to write the table, as CSV (confidential)")
+    parser.add_argument(
+        "--path", default=None, help="where to write the table, as CSV (confidential)"
+    )
     options = parser.parse_args()
 
     print(f"Data: {options.examples:,} sentences made up by rule; nothing is downloaded.")
@@ -76,7 +80,9 @@ def main() -> None:
             args=arguments,
             train_dataset=sentences(options.examples, seed=0),
             eval_dataset=sentences(500, seed=1),
-            compute_metrics=lambda found: {"accuracy": float((found[0].argmax(axis=1) == found[1]).mean())},
+            compute_metrics=lambda found: {
+                "accuracy": float((found[0].argmax(axis=1) == found[1]).mean())
+            },
             privacy={
                 "noise_multiplier": options.noise,
                 "private": Private(submodule="bert.embeddings.word_embeddings"),
@@ -88,9 +94,17 @@ def main() -> None:
         trainer.train()
         accuracy = trainer.evaluate()["eval_accuracy"]
 
-    print(f"accuracy {100 * accuracy:.0f} %, ε = {trainer.engine.get_epsilon(DELTA):.2f} at δ = {DELTA:g}")
+    print(
+        f"accuracy {100 * accuracy:.0f} %, ε = {trainer.engine.get_epsilon(DELTA):.2f} at δ = "
+        f"{DELTA:g}"
+    )
     table = trainer.engine.leakage(delta=DELTA).sort_values("mse_bound")
-    print(table[["fil", "fil_error", "sampling_error", "mse_bound", "participations"]].head(5).round(3).to_string())
+    print(
+        table[["fil", "fil_error", "sampling_error", "mse_bound", "participations"]]
+        .head(5)
+        .round(3)
+        .to_string()
+    )
     print("These numbers depend on private data and are confidential themselves.")
 
 

@@ -1,7 +1,10 @@
-"""Which layer's gradient leaks? A network learns whether a chest x-ray is mirrored; its gradients reveal pneumonia.
+"""Which layer's gradient leaks? A network learns whether a chest x-ray is mirrored.
 
-Shows the sensitivity of every layer's gradient to the target, before and after training, and what an attacker who sees
-the gradient of one x-ray learns from each layer about a diagnosis that is not the network's task (Mo et al. 2021).
+Its gradients reveal pneumonia.
+
+Shows the sensitivity of every layer's gradient to the target, before and after training, and what
+an attacker who sees the gradient of one x-ray learns from each layer about a diagnosis that is not
+the network's task (Mo et al. 2021).
 
 Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
@@ -26,12 +29,19 @@ TRAINED, SENSITIVITY_EXAMPLES, ATTACKED = 2500, 100, 300
 
 
 def xrays(data: PaperData, split: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Images [n, 1, 28, 28] in [0, 1], half of them mirrored; which are mirrored; which show pneumonia."""
+    """Images [n, 1, 28, 28] in [0, 1], half of them mirrored; which are mirrored.
+
+    Which show pneumonia.
+    """
     images, pneumonia = data.chest_xrays(split)
     order = torch.randperm(len(images))  # the file is sorted by diagnosis
     images, pneumonia = images[order], pneumonia[order]
     mirrored = torch.randint(2, (len(images),))
-    return torch.where(mirrored[:, None, None, None] == 1, images.flip(3), images), mirrored, pneumonia
+    return (
+        torch.where(mirrored[:, None, None, None] == 1, images.flip(3), images),
+        mirrored,
+        pneumonia,
+    )
 
 
 def train(model: nn.Module, images: Tensor, targets: Tensor) -> None:
@@ -68,12 +78,18 @@ def main() -> None:
     correct = 100 * (model(test_images).argmax(1) == test_mirrored).float().mean()
     share = pneumonia[:ATTACKED].float().mean().item()
     entropy = -share * np.log(share) - (1 - share) * np.log(1 - share)
-    print(f"Mirrored or not: {correct:.1f} % right after training. The diagnosis holds {entropy:.3f} nats.")
+    print(
+        f"Mirrored or not: {correct:.1f} % right after training. The diagnosis holds "
+        f"{entropy:.3f} nats."
+    )
     for title, tables in results.items():
         for table in tables:
             print(f"\n{title}: {table}")
     save(results, entropy, options.out / "layer_sensitivity.png")
-    print("\nA well-fitted example's gradient is nearly 0; divided by its range, it is sensitive to its target.")
+    print(
+        "\nA well-fitted example's gradient is nearly 0; divided by its range, it is sensitive to "
+        "its target."
+    )
     print(f"The picture is {options.out / 'layer_sensitivity.png'}.")
     print("These numbers depend on private data and are confidential themselves.")
 
@@ -89,7 +105,9 @@ def save(results: dict[str, tuple[LayerTable, LayerTable]], entropy: float, path
         information.plot(axes[1, column])
         axes[1, column].set_title(f"V-information (lower estimate), {title}", fontsize=10)
         axes[1, column].axhline(entropy, color="#D55E00", linestyle="--", linewidth=1.2)
-        axes[1, column].text(-0.4, entropy, "the diagnosis itself", color="#D55E00", fontsize=9, va="bottom")
+        axes[1, column].text(
+            -0.4, entropy, "the diagnosis itself", color="#D55E00", fontsize=9, va="bottom"
+        )
         axes[1, column].set_ylim(top=1.15 * entropy)
     figure.savefig(path, dpi=90)
 

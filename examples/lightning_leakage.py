@@ -26,7 +26,11 @@ class Digits(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.network = nn.Sequential(
-            nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(128, 10)
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.Tanh(),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(128, 10),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,7 +52,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--noise", type=float, default=1.0, help="noise multiplier σ")
-    parser.add_argument("--path", default=None, help="where to write the table, as CSV (confidential)")
+    parser.add_argument(
+        "--path", default=None, help="where to write the table, as CSV (confidential)"
+    )
     options = parser.parse_args()
 
     print("Data: scikit-learn's 1,797 handwritten digits; nothing is downloaded.")
@@ -71,7 +77,12 @@ def main() -> None:
 
     print(f"ε = {callback.engine.get_epsilon(DELTA):.2f} at δ = {DELTA:g}")
     table = callback.engine.leakage(delta=DELTA).sort_values("mse_bound")
-    print(table[["fil", "fil_error", "sampling_error", "mse_bound", "participations"]].head(5).round(3).to_string())
+    print(
+        table[["fil", "fil_error", "sampling_error", "mse_bound", "participations"]]
+        .head(5)
+        .round(3)
+        .to_string()
+    )
     print("These numbers depend on private data and are confidential themselves.")
 
 

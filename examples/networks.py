@@ -16,9 +16,9 @@ Activation = Callable[[], nn.Module]
 def mnist_cnn(num_classes: int = 10, *, activation: Activation = nn.Tanh) -> nn.Sequential:
     """The MNIST network of Guo et al. 2022, Table 1: 30,762 parameters, inputs [batch, 1, 28, 28].
 
-    The table's last row is a fully connected layer of 10 units; its outputs are the logits, without a tanh, which
-    would keep the loss from falling. Far from the data, tanh saturates and the gradient no longer depends on the
-    input; ``activation=nn.GELU`` does not saturate.
+    The table's last row is a fully connected layer of 10 units; its outputs are the logits, without
+    a tanh, which would keep the loss from falling. Far from the data, tanh saturates and the
+    gradient no longer depends on the input; ``activation=nn.GELU`` does not saturate.
 
     Example:
         >>> sum(p.numel() for p in mnist_cnn().parameters())
@@ -39,7 +39,8 @@ def mnist_cnn(num_classes: int = 10, *, activation: Activation = nn.Tanh) -> nn.
 
 
 def cifar_cnn(num_classes: int = 10) -> nn.Sequential:
-    """The CIFAR-10 network of Guo et al. 2022, Table 2: three double convolutions, inputs [batch, 3, 32, 32].
+    """The CIFAR-10 network of Guo et al. 2022, Table 2: three double convolutions, inputs [batch,
+    3, 32, 32].
 
     The outputs are logits, as in :func:`mnist_cnn`.
     """
@@ -62,11 +63,13 @@ def small_alexnet(
     activation: Activation = nn.Tanh,
     pool: Literal["average", "max"] = "average",
 ) -> nn.Sequential:
-    """The small AlexNet of Mo et al. 2021, A.4: convolutions of 16, 32, 64 filters, a dense layer of 256, the logits.
+    """The small AlexNet of Mo et al. 2021, A.4: convolutions of 16, 32, 64 filters, a dense layer
+    of 256, the logits.
 
-    Each 3×3 convolution is followed by the activation and a 2×2 pooling. The paper does not state the padding; here it
-    is 1, which keeps the size. Its ReLU and max pooling (``activation=nn.ReLU, pool="max"``) have gradients that jump
-    with the input, so the smooth tanh and average pooling are the default.
+    Each 3×3 convolution is followed by the activation and a 2×2 pooling. The paper does not state
+    the padding; here it is 1, which keeps the size. Its ReLU and max pooling (``activation=nn.ReLU,
+    pool="max"``) have gradients that jump with the input, so the smooth tanh and average pooling
+    are the default.
 
     Args:
         num_classes: d_y.
@@ -81,7 +84,9 @@ def small_alexnet(
         >>> sum(p.numel() for p in small_alexnet(10, 1, 28).parameters())
         173578
     """
-    return convolutional((16, 32, 64), (0, 1, 2), (256,), num_classes, in_channels, image_size, activation, pool)
+    return convolutional(
+        (16, 32, 64), (0, 1, 2), (256,), num_classes, in_channels, image_size, activation, pool
+    )
 
 
 def convolutional(
@@ -94,16 +99,26 @@ def convolutional(
     activation: Activation,
     pool: Literal["average", "max"],
 ) -> nn.Sequential:
-    """3×3 convolutions of these widths, some of them pooled, and dense layers of these widths and the classes'."""
+    """3×3 convolutions of these widths, some of them pooled, and dense layers of these widths and
+    the classes'.
+    """
     height, breadth = (image_size, image_size) if isinstance(image_size, int) else image_size
     smallest = 2 ** len(pooled)
     layers: list[tuple[str, nn.Module]] = []
     for i, (before, width) in enumerate(pairwise((in_channels, *widths))):
-        layers += [(f"conv{i + 1}", nn.Conv2d(before, width, 3, padding=1)), (f"act{i + 1}", activation())]
+        layers += [
+            (f"conv{i + 1}", nn.Conv2d(before, width, 3, padding=1)),
+            (f"act{i + 1}", activation()),
+        ]
         if i in pooled:
-            layers.append((f"pool{i + 1}", nn.AvgPool2d(2) if pool == "average" else nn.MaxPool2d(2)))
+            layers.append(
+                (f"pool{i + 1}", nn.AvgPool2d(2) if pool == "average" else nn.MaxPool2d(2))
+            )
     features = widths[-1] * (height // smallest) * (breadth // smallest)
-    layers += [("flatten", nn.Flatten()), *dense_layers((features, *dense, num_classes), activation)]
+    layers += [
+        ("flatten", nn.Flatten()),
+        *dense_layers((features, *dense, num_classes), activation),
+    ]
     return nn.Sequential(OrderedDict(layers))
 
 

@@ -1,13 +1,16 @@
-"""Figure 2 of the PLIS paper: which pixels of a digit drive its privacy loss, and does an x-ray among digits stand out?
+"""Figure 2 of the PLIS paper: which pixels of a digit drive its privacy loss, and does an x-ray
+among digits stand out?
 
-A network learns MNIST without and with DP-SGD, (ε, δ) = (1, 1e-5). The results are PLIS maps of training digits and of
-a chest x-ray, which the network has never seen, and how well the subject-level PLIS distinguishes 500 x-rays from 500
-training digits. The paper does not say which digit it uses as an x-ray's label. No digit is right, so PLIS is averaged
-over all ten; two other choices are shown: a random digit (the predicted one in a tenth of the cases), and the predicted
+A network learns MNIST without and with DP-SGD, (ε, δ) = (1, 1e-5). The results are PLIS maps of
+training digits and of a chest x-ray, which the network has never seen, and how well the
+subject-level PLIS distinguishes 500 x-rays from 500 training digits. The paper does not say which
+digit it uses as an x-ray's label. No digit is right, so PLIS is averaged over all ten; two other
+choices are shown: a random digit (the predicted one in a tenth of the cases), and the predicted
 one.
 
-In the private model PLIS has two readings: of the norm of the plain gradient, and of the clipped one. An outlier's
-gradient is clipped, so the released gradient no longer depends on its norm, and the second reading is nearly 0.
+In the private model PLIS has two readings: of the norm of the plain gradient, and of the clipped
+one. An outlier's gradient is clipped, so the released gradient no longer depends on its norm, and
+the second reading is nearly 0.
 
 Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
@@ -50,7 +53,10 @@ class Trained:
     epsilon: float | None = None
 
     def plis(self, *, clipped: bool = False) -> PLIS:
-        """PLIS of the plain gradient, or of the clipped one; in units of the noise if there is any."""
+        """PLIS of the plain gradient, or of the clipped one.
+
+        In units of the noise if there is any.
+        """
         if self.noise_multiplier is None:
             return PLIS(self.model, LOSS)
         noise_std = self.noise_multiplier * MAX_GRAD_NORM
@@ -62,7 +68,9 @@ class Trained:
         return 100 * float((self.model(images).argmax(1) == labels).float().mean())
 
 
-def train(model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int = 3, batch_size: int = 64) -> Trained:
+def train(
+    model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int = 3, batch_size: int = 64
+) -> Trained:
     """Ordinary training with Adam."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(epochs):
@@ -74,7 +82,13 @@ def train(model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int = 3, 
 
 
 def train_privately(
-    model: nn.Module, images: Tensor, labels: Tensor, *, epochs: int = 4, batch_size: int = 1000, lr: float = 0.3
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    epochs: int = 4,
+    batch_size: int = 1000,
+    lr: float = 0.3,
 ) -> Trained:
     """DP-SGD to (1, 1e-5); weight decay keeps the noise from inflating the weights.
 
@@ -96,7 +110,9 @@ def train_privately(
         for _ in range(epochs):
             for x, y in loader:
                 engine.train_step(x, y)
-    return Trained(private.to_standard_module(), optimizer.noise_multiplier, engine.get_epsilon(DELTA))
+    return Trained(
+        private.to_standard_module(), optimizer.noise_multiplier, engine.get_epsilon(DELTA)
+    )
 
 
 def random_labels(count: int) -> Tensor:
@@ -105,7 +121,8 @@ def random_labels(count: int) -> Tensor:
 
 
 def strangers_scores(plis: PLIS, images: Tensor, choice: str) -> tuple[Tensor, Tensor]:
-    """Subject-level PLIS and PL of images that are not digits, with labels "random", "predicted" or "every" digit.
+    """Subject-level PLIS and PL of images that are not digits, with labels "random", "predicted" or
+    "every" digit.
 
     For "every", the mean over the ten labels.
     """
@@ -152,14 +169,27 @@ class Comparison:
     scores: dict[tuple[str, str], tuple[Tensor, Tensor]]
 
     def auroc(self, reading: str, choice: str, measure: int = 0) -> AUROC:
-        """The AUROC of x-rays labelled by ``choice`` against digits; measure 0: subject-level PLIS, 1: PL."""
-        return outlier_auroc(self.scores[reading, "digits"][measure], self.scores[reading, choice][measure])
+        """The AUROC of x-rays labelled by ``choice`` against digits.
+
+        Measure 0: subject-level PLIS, 1: PL.
+        """
+        return outlier_auroc(
+            self.scores[reading, "digits"][measure], self.scores[reading, choice][measure]
+        )
 
 
 def compare(
-    seed: int, digits: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], xrays: Tensor, count: int, activation: str
+    seed: int,
+    digits: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    xrays: Tensor,
+    count: int,
+    activation: str,
 ) -> Comparison:
-    """Train both networks on ``count`` digits and score digits and x-rays; the seed fixes everything random."""
+    """Train both networks on ``count`` digits and score digits and x-rays.
+
+    The seed fixes everything random.
+    """
     torch.manual_seed(seed)
     images, labels = digits
     rows = torch.randperm(len(images))[:count]
@@ -167,14 +197,20 @@ def compare(
     xrays = xrays[torch.randperm(len(xrays))]  # the file is sorted by diagnosis
 
     networks: dict[str, Trained] = {}
-    trainings: dict[str, Callable[..., Trained]] = {"non-private": train, "private": train_privately}
+    trainings: dict[str, Callable[..., Trained]] = {
+        "non-private": train,
+        "private": train_privately,
+    }
     for name, training in trainings.items():
         start = time.perf_counter()
         network = mnist_cnn(activation={"gelu": nn.GELU, "tanh": nn.Tanh}[activation])
         trained = networks[name] = training(network, images, labels)
         epsilon = "" if trained.epsilon is None else f", ε = {trained.epsilon:.2f} at δ = {DELTA:g}"
         seconds = time.perf_counter() - start
-        print(f"seed {seed}, {name}: {trained.accuracy(*test):.1f} % of test digits right{epsilon}; {seconds:.0f} s")
+        print(
+            f"seed {seed}, {name}: {trained.accuracy(*test):.1f} % of test digits right{epsilon}; "
+            f"{seconds:.0f} s"
+        )
 
     shown, targets, strangers = images[:COMPARED], labels[:COMPARED], xrays[:COMPARED]
     readings = {
@@ -192,13 +228,20 @@ def compare(
 
 def print_table(comparison: Comparison) -> None:
     """AUROC of every reading and label."""
-    print(f"\nAUROC of {COMPARED} x-rays against {COMPARED} training digits, with its 95 % interval; PL: privacy loss")
-    print(f"{'':<18}{'label':<11}{'subject-level PLIS':<26}{'PL':<26}{'median PLIS of digits, x-rays'}")
+    print(
+        f"\nAUROC of {COMPARED} x-rays against {COMPARED} training digits, with its 95 % "
+        "interval; PL: privacy loss"
+    )
+    print(
+        f"{'':<18}{'label':<11}{'subject-level PLIS':<26}{'PL':<26}{'median PLIS of digits, x-rays'}"
+    )
     for name in comparison.readings:
         for choice in CHOICES:
             values = [comparison.auroc(name, choice, measure) for measure in (0, 1)]
             texts = [f"{a.value:.3f} [{a.low:.3f}, {a.high:.3f}]" for a in values]
-            medians = ", ".join(f"{comparison.scores[name, key][0].median():.3g}" for key in ("digits", choice))
+            medians = ", ".join(
+                f"{comparison.scores[name, key][0].median():.3g}" for key in ("digits", choice)
+            )
             print(f"{name:<18}{choice:<11}{texts[0]:<26}{texts[1]:<26}{medians}")
 
 
@@ -208,7 +251,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--examples", type=int, default=20_000, help="how many digits to train on")
     parser.add_argument("--activation", choices=("gelu", "tanh"), default="gelu")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="one training each; pictures show the first")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[0],
+        help="one training each; pictures show the first",
+    )
     options = parser.parse_args()
     data = PaperData("mnist", "pneumoniamnist")
     digits, test, (xrays, _) = data.mnist(), data.mnist("test"), data.chest_xrays()
@@ -228,12 +277,21 @@ def main() -> None:
                 print(f"{name:<18}{choice:<11}{min(values):.3f}  {mean:.3f}  {max(values):.3f}")
 
     first = results[0]
-    save_maps(first.readings, first.digits, first.targets, first.strangers[:1], options.out / "plis_mnist_maps.png")
+    save_maps(
+        first.readings,
+        first.digits,
+        first.targets,
+        first.strangers[:1],
+        options.out / "plis_mnist_maps.png",
+    )
     gallery = viz.gallery(
         first.digits,
         first.scores["non-private", "digits"][0],
         attributions=first.readings["non-private"].attribute(first.digits, first.targets),
-        ids=[f"{label} (no. {i})" for label, i in zip(first.targets.tolist(), first.rows.tolist(), strict=False)],
+        ids=[
+            f"{label} (no. {i})"
+            for label, i in zip(first.targets.tolist(), first.rows.tolist(), strict=False)
+        ],
         title=f"PLIS of {COMPARED} training digits, non-private",
         label="PLIS",
     )
@@ -248,8 +306,13 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if 10 <= value < 1e5 else f"{value:.2g}"
 
 
-def save_maps(readings: dict[str, PLIS], digits: Tensor, targets: Tensor, xray: Tensor, path: Path) -> None:
-    """A column per image: digits from low to high PLIS in the non-private network, and an x-ray; a row per reading."""
+def save_maps(
+    readings: dict[str, PLIS], digits: Tensor, targets: Tensor, xray: Tensor, path: Path
+) -> None:
+    """A column per image: digits from low to high PLIS in the non-private network, and an x-ray.
+
+    A row per reading.
+    """
     order = readings["non-private"].subject(digits, targets).argsort()
     picked = order[[0, len(order) // 2, 9 * len(order) // 10, -1]]
     shown = torch.cat([digits[picked], xray])
@@ -268,7 +331,9 @@ def save_maps(readings: dict[str, PLIS], digits: Tensor, targets: Tensor, xray: 
     axes[0, 0].set_ylabel("image", fontsize=11)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
-    figure.supxlabel("|PLIS| by pixel; darker: larger, each map on its own scale", fontsize=9, color="0.35")
+    figure.supxlabel(
+        "|PLIS| by pixel; darker: larger, each map on its own scale", fontsize=9, color="0.35"
+    )
     figure.savefig(path, dpi=80)
 
 

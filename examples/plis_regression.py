@@ -1,11 +1,13 @@
-"""Figure 1 of the PLIS paper: which columns of a private linear regression leak, by FIL and by PLIS.
+"""Figure 1 of the PLIS paper: which columns of a private linear regression leak, by FIL and by
+PLIS.
 
-Twenty columns, three of them informative; DP-SGD to (ε, δ) = (0.2, 1e-3). At the final weights, over all examples,
+Twenty columns, three of them informative; DP-SGD to (ε, δ) = (0.2, 1e-3). At the final weights,
+over all examples,
 
     FIL_j = sqrt(mean of I_jj),      PLIS_j = mean of |∂PL/∂x_j|,
 
-where I is the Fisher information of one more step at those weights, if the attacker knows the batches. The same
-numbers for the sums over the whole run are also printed.
+where I is the Fisher information of one more step at those weights, if the attacker knows the
+batches. The same numbers for the sums over the whole run are also printed.
 
 python examples/plis_regression.py --out out
 """
@@ -49,12 +51,16 @@ class Columns:
         """Whether every informative column is above every other one, in both measures."""
         inside = torch.zeros(COLUMNS, dtype=torch.bool)
         inside[list(INFORMATIVE)] = True
-        return all(bool(values[inside].min() > values[~inside].max()) for values in (self.fil, self.plis))
+        return all(
+            bool(values[inside].min() > values[~inside].max()) for values in (self.fil, self.plis)
+        )
 
 
 @dataclass(frozen=True)
 class Result:
-    """Leakage at the final weights and over the run, ε, the variance explained, the share of gradients above C."""
+    """Leakage at the final weights and over the run, ε, the variance explained, the share of
+    gradients above C.
+    """
 
     end: Columns
     run: Columns
@@ -63,7 +69,9 @@ class Result:
     clipped: float
 
 
-def experiment(seed: int, examples: int = 2000, epochs: int = 10, max_grad_norm: float = MAX_GRAD_NORM) -> Result:
+def experiment(
+    seed: int, examples: int = 2000, epochs: int = 10, max_grad_norm: float = MAX_GRAD_NORM
+) -> Result:
     """One draw of data, one private training, both measures."""
     torch.manual_seed(seed)
     inputs = torch.randn(examples, COLUMNS)
@@ -90,7 +98,9 @@ def experiment(seed: int, examples: int = 2000, epochs: int = 10, max_grad_norm:
             optimizer.step()
 
     # The leakage of the whole run, and of one more step at the final weights.
-    over_run = Columns(engine.get_attribute_fil().value.square().mean(0).sqrt(), engine.get_plis().abs().mean(0))
+    over_run = Columns(
+        engine.get_attribute_fil().value.square().mean(0).sqrt(), engine.get_plis().abs().mean(0)
+    )
     plis = engine.plis().abs().mean(0)
     trained = model.to_standard_module()
     diagonal = fisher.fim_diagonal(
@@ -120,17 +130,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--max-grad-norm", type=float, default=MAX_GRAD_NORM, help="clipping norm C")
+    parser.add_argument(
+        "--max-grad-norm", type=float, default=MAX_GRAD_NORM, help="clipping norm C"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     print("Data: tables made up by rule; nothing is downloaded.")
-    print("Spearman's rank correlation of FIL and PLIS over 20 columns; are the 3 informative ones on top?\n")
-    print(f"{'seed':>4}{'ε':>8}{'explained':>12}{'clipped':>10}{'at the end':>14}{'on top':>8}{'run':>10}{'on top':>8}")
-    results = [experiment(seed, max_grad_norm=options.max_grad_norm) for seed in range(options.seeds)]
+    print(
+        "Spearman's rank correlation of FIL and PLIS over 20 columns; are the 3 informative ones "
+        "on top?\n"
+    )
+    print(
+        f"{'seed':>4}{'ε':>8}{'explained':>12}{'clipped':>10}{'at the end':>14}{'on top':>8}{'run':>10}{'on top':>8}"
+    )
+    results = [
+        experiment(seed, max_grad_norm=options.max_grad_norm) for seed in range(options.seeds)
+    ]
     for seed, result in enumerate(results):
-        print(f"{seed:>4}{result.epsilon:>8.3f}{result.explained:>12.3f}{result.clipped:>10.2f}", end="")
+        print(
+            f"{seed:>4}{result.epsilon:>8.3f}{result.explained:>12.3f}{result.clipped:>10.2f}",
+            end="",
+        )
         for columns, width in ((result.end, 14), (result.run, 10)):
-            print(f"{columns.rank_correlation:>{width}.3f}{'yes' if columns.separated else 'no':>8}", end="")
+            print(
+                f"{columns.rank_correlation:>{width}.3f}{'yes' if columns.separated else 'no':>8}",
+                end="",
+            )
         print()
     save(results[0].end, options.out / "plis_regression.png")
     print(f"\nThe picture of seed 0 is {options.out / 'plis_regression.png'}.")
@@ -147,7 +172,15 @@ def save(columns: Columns, path: Path) -> None:
         for informative, colour, hatch in ((True, "#D55E00", "//"), (False, "#0072B2", None)):
             rows = [j for j in range(COLUMNS) if (j in INFORMATIVE) == informative]
             name = "informative" if informative else "uninformative"
-            axis.barh(rows, values[rows], color=colour, hatch=hatch, edgecolor="white", linewidth=0, label=name)
+            axis.barh(
+                rows,
+                values[rows],
+                color=colour,
+                hatch=hatch,
+                edgecolor="white",
+                linewidth=0,
+                label=name,
+            )
         axis.set(title=title, yticks=range(COLUMNS))
         axis.ticklabel_format(axis="x", style="sci", scilimits=(-2, 3))
         axis.spines[["top", "right"]].set_visible(False)

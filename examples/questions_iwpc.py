@@ -1,14 +1,17 @@
-"""What any attacker can infer about a patient: the VKORC1 genotype from a dose model trained by DP-SGD (IWPC).
+"""What any attacker can infer about a patient: the VKORC1 genotype from a dose model trained by
+DP-SGD (IWPC).
 
-A small network learns warfarin doses privately. For every patient the run keeps D = KL(P ‖ P′), where P and P′ are the
-laws of everything that training releases with the true genotype and with another. D binds every attacker, even one who
-knows everything else: how often it names the right genotype if it rarely names it wrongly, and how far a prior of 39 %
-can rise on average. With --attacked, the best attacker (the likelihood ratio of recorded runs) attacks some patients.
+A small network learns warfarin doses privately. For every patient the run keeps D = KL(P ‖ P′),
+where P and P′ are the laws of everything that training releases with the true genotype and with
+another. D binds every attacker, even one who knows everything else: how often it names the right
+genotype if it rarely names it wrongly, and how far a prior of 39 % can rise on average. With
+--attacked, the best attacker (the likelihood ratio of recorded runs) attacks some patients.
 
 Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
 TORCHFIL_DATA=/path/to/data python examples/questions_iwpc.py --out out
-TORCHFIL_DATA=/path/to/data python examples/questions_iwpc.py --out out --attacked 4 --runs 1000 --device cuda
+TORCHFIL_DATA=/path/to/data python examples/questions_iwpc.py --out out --attacked 4 --runs 1000
+--device cuda
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ def network(inputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)).double()
 
 
-def train(x: Tensor, y: Tensor, question: OneHot, sigma: float, rate: float, steps: int) -> FILPrivacyEngine:
+def train(
+    x: Tensor, y: Tensor, question: OneHot, sigma: float, rate: float, steps: int
+) -> FILPrivacyEngine:
     """A private run that asks for the genotype."""
     torch.manual_seed(1)
     model = network(x.shape[1]).to(x.device)
@@ -81,8 +86,12 @@ def main() -> None:
     parser.add_argument("--noise-multiplier", type=float, default=2.0, help="σ")
     parser.add_argument("--rate", type=float, default=1 / 15, help="q")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--attacked", type=int, default=0, help="how many patients the best attacker attacks")
-    parser.add_argument("--runs", type=int, default=1000, help="the attacker's runs with each genotype")
+    parser.add_argument(
+        "--attacked", type=int, default=0, help="how many patients the best attacker attacks"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=1000, help="the attacker's runs with each genotype"
+    )
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -93,7 +102,10 @@ def main() -> None:
     question, levels = genotype(task), task.level_numbers(ATTRIBUTE, task.train_inputs)
     sigma, rate, steps = options.noise_multiplier, options.rate, options.steps
     engine = train(x, y, question, sigma, rate, steps)
-    print(f"{len(x):,} patients, {steps} steps, σ = {sigma:g}, q = {rate:.3f}: ε = {engine.get_epsilon(1e-5):.2f}")
+    print(
+        f"{len(x):,} patients, {steps} steps, σ = {sigma:g}, q = {rate:.3f}: ε = "
+        f"{engine.get_epsilon(1e-5):.2f}"
+    )
 
     # all patients: D of the worst other genotype, and the posterior of the true one
     guess = engine.get_guess(ATTRIBUTE).upper(0.95)
@@ -104,22 +116,37 @@ def main() -> None:
     worst = divergence.max(dim=1).values
     rates = guess.true_positive_rate(0.01).amax(dim=1).cpu()
     mixture = guess.mixture_divergence(prior.to(guess.divergence.value.device)).cpu()
-    print(f"prior: {', '.join(f'{a} {p:.2f}' for a, p in zip(question.answers, prior.tolist(), strict=True))}")
+    print(
+        "prior: "
+        f"{', '.join(f'{a} {p:.2f}' for a, p in zip(question.answers, prior.tolist(), strict=True))}"
+    )
     print("patients              D      right at most, if wrong 1 % of the time")
-    for name, level in (("the most exposed", 1.0), ("5 % are more exposed", 0.95), ("half are more exposed", 0.5)):
+    for name, level in (
+        ("the most exposed", 1.0),
+        ("5 % are more exposed", 0.95),
+        ("half are more exposed", 0.5),
+    ):
         print(
             f"{name:<20}  {np.quantile(worst, level, method='lower'):6.3f}"
             f"  {100 * np.quantile(rates, level, method='lower'):5.1f} %"
         )
 
-    # on average over patients, and for the most exposed one, if the attacker names its genotype as often as it occurs
+    # on average over patients, and for the most exposed one, if the attacker names its genotype as
+    # often as it occurs
     average = float(fano_success(mixture.mean(), prior))
     own = prior[[question.answers.index(order[level]) for level in levels]]
     named = largest_true_positive_rate(mixture, own)
     blind = 100 * float(prior.max())
-    print(f"any attacker names the genotype of at most {100 * average:.0f} % of the patients; blindly {blind:.0f} %")
+    print(
+        f"any attacker names the genotype of at most {100 * average:.0f} % of the patients; "
+        f"blindly {blind:.0f} %"
+    )
     print(f"for the most exposed patient, in at most {100 * named.max():.0f} % of such runs")
-    summary: dict[str, Any] = {"divergence": worst.tolist(), "rate": rates.tolist(), "mixture": mixture.tolist()}
+    summary: dict[str, Any] = {
+        "divergence": worst.tolist(),
+        "rate": rates.tolist(),
+        "mixture": mixture.tolist(),
+    }
 
     if options.attacked:
         summary["attacks"] = attack(x, y, question, engine.get_guess(ATTRIBUTE), options)
@@ -127,8 +154,12 @@ def main() -> None:
     draw(worst, rates, summary.get("attacks"), options.out / "questions_iwpc.png")
 
 
-def attack(x: Tensor, y: Tensor, question: OneHot, guess: Guess, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The best attacker against one genotype, on patients with another, from the most to the least exposed."""
+def attack(
+    x: Tensor, y: Tensor, question: OneHot, guess: Guess, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The best attacker against one genotype, on patients with another, from the most to the least
+    exposed.
+    """
     divergence = guess.divergence.value[:, 0]
     others = (divergence > 1e-9).nonzero()[:, 0]  # D of the true genotype is 0
     ranked = others[divergence[others].argsort(descending=True)]
@@ -151,15 +182,23 @@ def attack(x: Tensor, y: Tensor, question: OneHot, guess: Guess, options: argpar
         sample_rate=options.rate,
     )
 
-    print(f"\nthe best attacker against {question.answers[0]}, {options.runs} runs with each genotype")
     print(
-        "patient  D in one run  D over runs  " + "  ".join(f"wrong {100 * alpha:g} %: right / bound" for alpha in ALPHA)
+        f"\nthe best attacker against {question.answers[0]}, {options.runs} runs with each genotype"
+    )
+    print(
+        "patient  D in one run  D over runs  "
+        + "  ".join(f"wrong {100 * alpha:g} %: right / bound" for alpha in ALPHA)
     )
     found = []
     for k, row in enumerate(rows):
         pairs = zip(result.achieved[k], result.bound[k], result.verdicts[k], strict=True)
-        text = "  ".join(f"{100 * rate:8.1f} % / {100 * bound:.1f} % {verdict}" for rate, bound, verdict in pairs)
-        print(f"{row:7d}  {float(divergence[row]):12.3f}  {result.divergence[k]:11.3f}  {text}", flush=True)
+        text = "  ".join(
+            f"{100 * rate:8.1f} % / {100 * bound:.1f} % {verdict}" for rate, bound, verdict in pairs
+        )
+        print(
+            f"{row:7d}  {float(divergence[row]):12.3f}  {result.divergence[k]:11.3f}  {text}",
+            flush=True,
+        )
         found.append(
             {
                 "row": row,
@@ -176,12 +215,22 @@ def draw(worst: Tensor, rates: Tensor, attacks: list[dict[str, Any]] | None, pat
     """Every patient's bound over D, and the rates of the best attacker."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axis = figure.subplots()
-    axis.scatter(worst, 100 * rates, s=5, color="#0072B2", linewidths=0, alpha=0.5, label="bound for every attacker")
+    axis.scatter(
+        worst,
+        100 * rates,
+        s=5,
+        color="#0072B2",
+        linewidths=0,
+        alpha=0.5,
+        label="bound for every attacker",
+    )
     if attacks:
         place = ALPHA.index(0.01)
         reached = [100 * one["achieved"][place] for one in attacks]
         at = [one["divergence"] for one in attacks]
-        axis.scatter(at, reached, s=36, marker="^", color="#D55E00", label="the best attacker, in many runs")
+        axis.scatter(
+            at, reached, s=36, marker="^", color="#D55E00", label="the best attacker, in many runs"
+        )
     axis.axhline(1, color="#666666", linestyle=":", linewidth=1.2, label="blind guess")
     axis.set(
         xscale="log",

@@ -5,7 +5,8 @@
     python -m reproduction --only plis-figure1,guo-figure2
     python -m reproduction --write-page       # also docs/reproduction.md and docs/reproduction.json
 
-A row's record is written as soon as it is done. Rows with a record are not measured again, except with --again.
+A row's record is written as soon as it is done. Rows with a record are not measured again, except
+with --again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ DOCS = Path(__file__).parents[1] / "docs"
 def main() -> None:
     """Run the chosen rows, then write the page from the records."""
     parser = argparse.ArgumentParser(
-        "python -m reproduction", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m reproduction",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", default="", help="rows, separated by commas")
     parser.add_argument("--gpu", action="store_true", help="the rows that need a GPU")
@@ -37,8 +40,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/reproduction"))
     parser.add_argument("--again", action="store_true", help="also measure rows that have a record")
     parser.add_argument("--list", action="store_true", help="name the rows and run nothing")
-    parser.add_argument("--no-run", action="store_true", help="only write the page from the records")
-    parser.add_argument("--write-page", action="store_true", help="write docs/reproduction.* and its pictures")
+    parser.add_argument(
+        "--no-run", action="store_true", help="only write the page from the records"
+    )
+    parser.add_argument(
+        "--write-page", action="store_true", help="write docs/reproduction.* and its pictures"
+    )
     options = parser.parse_args()
     try:
         rows = chosen([name for name in options.only.split(",") if name], gpu=options.gpu)
@@ -57,7 +64,8 @@ def main() -> None:
     if not options.no_run:
         run_rows(rows, Run(options.out, device=device), again=options.again)
 
-    # The page in the output folder holds what was measured here; the documentation's also keeps other machines' rows.
+    # The page in the output folder holds what was measured here; the documentation's also keeps
+    # other machines' rows.
     records = read_records(options.out, ROWS)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "reproduction.md").write_text(page(ROWS, records, pictures=""))

@@ -15,8 +15,9 @@ from reproduction.rows import Check, Earlier, Outcome, Row, Run, check_that
 
 __all__ = ["ROWS"]
 
-# A point of the paper's grid (Table 3), stopped after 400 of its 1,000 steps. C = 1 was tried first and stopped at step
-# 444 with 75 % right: too slow for so few steps. The paper's clipping, no averaging.
+# A point of the paper's grid (Table 3), stopped after 400 of its 1,000 steps. C = 1 was tried first
+# and stopped at step 444 with 75 % right: too slow for so few steps. The paper's clipping, no
+# averaging.
 GRID_POINT = mnist_dpsgd.Recipe(
     noise_multiplier=1.0,
     max_grad_norm=4.0,
@@ -36,7 +37,9 @@ H200 = "one NVIDIA H200"
 TWO_ROUNDS = replace(mnist_dpsgd.Recipe(), noise_multiplier=1.5, lr=2.0, steps=12_000, ema=0.9995)
 
 
-def recipe_and_digits(run: Run, recipe: mnist_dpsgd.Recipe, gpu: bool) -> tuple[mnist_dpsgd.Recipe, Any, Any, int]:
+def recipe_and_digits(
+    run: Run, recipe: mnist_dpsgd.Recipe, gpu: bool
+) -> tuple[mnist_dpsgd.Recipe, Any, Any, int]:
     """The recipe, the training and test digits, and the memory for the accounting."""
     device = run.device if gpu else "cpu"
     data = run.data("mnist")
@@ -57,16 +60,17 @@ def private_digits(run: Run, recipe: mnist_dpsgd.Recipe, amplification: str, gpu
 
 
 def figure_5_point(run: Run, amplification: str) -> Outcome:
-    """A point of the grid: accuracy against the smallest and the median bound, and Rényi DP's bound."""
+    """A point of the grid: accuracy against the smallest and the median bound, and Rényi DP's
+    bound.
+    """
     trained = private_digits(run, GRID_POINT, amplification, False)
     result = trained["result"]
     name = f"repro_guo_figure5_{amplification}.png"
     accuracy_against_bounds([trained], run.out / name)
     here = (
-        f"{result['accuracy']:.1f} % right; smallest bound {result['smallest']:.3g}, median {result['median']:.3g}; "
-        f"Rényi DP {result['rdp_paper']:.3g} by the paper's reading, {result['rdp']:.2g} where one example's "
-        "value changes; "
-        f"ε = {result['epsilon']:.2f}"
+        f"{result['accuracy']:.1f} % right; smallest bound {result['smallest']:.3g}, median "
+        f"{result['median']:.3g}; Rényi DP {result['rdp_paper']:.3g} by the paper's reading, "
+        f"{result['rdp']:.2g} where one example's value changes; ε = {result['epsilon']:.2f}"
     )
     smallest, renyi = result["smallest"], result["rdp_paper"]
     checks = (
@@ -77,13 +81,21 @@ def figure_5_point(run: Run, amplification: str) -> Outcome:
             "above",
             smallest > renyi,
         ),
-        check_that("the median bound", "stays high", f"{result['median']:.3g}", "above 1", result["median"] > 1),
+        check_that(
+            "the median bound",
+            "stays high",
+            f"{result['median']:.3g}",
+            "above 1",
+            result["median"] > 1,
+        ),
     )
     return Outcome(here, checks, {"result": result, "curve": trained["curve"]}, (name,))
 
 
 def accuracy_against_bounds(runs: list[Json], path: Any) -> None:
-    """The paper's axes: test accuracy on the horizontal axis, lower bounds on the MSE on a logarithmic vertical one."""
+    """The paper's axes: test accuracy on the horizontal axis, lower bounds on the MSE on a
+    logarithmic vertical one.
+    """
     figure = Figure(figsize=(5.2, 3.6), layout="constrained")
     axis = figure.subplots()
     for trained, marker in zip(runs, "os", strict=False):
@@ -93,7 +105,14 @@ def accuracy_against_bounds(runs: list[Json], path: Any) -> None:
             ("smallest", "#D55E00", "largest dFIL"),
             ("median", "#E69F00", "median dFIL"),
         ):
-            axis.semilogy(curve["accuracy"], curve[key], f"{marker}--", color=colour, markersize=4, label=label)
+            axis.semilogy(
+                curve["accuracy"],
+                curve[key],
+                f"{marker}--",
+                color=colour,
+                markersize=4,
+                label=label,
+            )
     axis.axhline(1.0, color="0.4", linewidth=0.8)
     axis.set(xlabel="test accuracy, %", ylabel="lower bound on the MSE", title=runs[0]["title"])
     axis.legend(frameon=False)
@@ -101,12 +120,15 @@ def accuracy_against_bounds(runs: list[Json], path: Any) -> None:
 
 
 def figure_5_best(run: Run) -> Outcome:
-    """The example's own recipe on a GPU: the accuracy at which the smallest bound is still above 1."""
+    """The example's own recipe on a GPU: the accuracy at which the smallest bound is still above
+    1.
+    """
     trained = private_digits(run, replace(mnist_dpsgd.Recipe(), extra_probes=0), "poisson", True)
     accuracy_against_bounds([trained], run.out / "repro_guo_figure5_gpu.png")
     result = trained["result"]
     here = (
-        f"{result['accuracy']:.2f} % right at a smallest bound of {result['smallest']:.2g}, ε = {result['epsilon']:.1f}"
+        f"{result['accuracy']:.2f} % right at a smallest bound of {result['smallest']:.2g}, ε "
+        f"= {result['epsilon']:.1f}"
     )
     return Outcome(
         here,
@@ -121,11 +143,19 @@ def best_checks(accuracy: float, smallest: float, renyi: float | None) -> tuple[
     told = f"{accuracy:.1f} % at {smallest:.2g}"
     checks = [
         check_that(
-            "accuracy with every bound ≥ 1", "97 %", told, "97 % or more, bounds ≥ 1", accuracy >= 97 and smallest >= 1
+            "accuracy with every bound ≥ 1",
+            "97 %",
+            told,
+            "97 % or more, bounds ≥ 1",
+            accuracy >= 97 and smallest >= 1,
         )
     ]
     if renyi is not None:
-        checks.append(check_that("Rényi DP's bound at that accuracy", "below 1", f"{renyi:.2g}", "below 1", renyi < 1))
+        checks.append(
+            check_that(
+                "Rényi DP's bound at that accuracy", "below 1", f"{renyi:.2g}", "below 1", renyi < 1
+            )
+        )
     return tuple(checks)
 
 
@@ -133,12 +163,15 @@ def figure_5_two_rounds(run: Run) -> Outcome:
     """Beyond the paper: a second run with clip weights fixed from the first, on a GPU."""
     recipe, digits, test, memory = recipe_and_digits(run, TWO_ROUNDS, True)
     given: dict[str, Any] = {"digits": digits, "test": test, "looks": 12, "max_memory": memory}
-    trained = mnist_dpsgd.train_in_two_rounds(recipe, 1e9 if run.tiny else 1.0, 4.0, 1 / 16, **given)
+    trained = mnist_dpsgd.train_in_two_rounds(
+        recipe, 1e9 if run.tiny else 1.0, 4.0, 1 / 16, **given
+    )
     before, after = trained[0]["result"], trained[-1]["result"]
     here = (
-        f"{before['accuracy']:.2f} → {after['accuracy']:.2f} % right, smallest bound {before['smallest']:.3g} → "
-        f"{after['smallest']:.3g}, {before['below_1']} → {after['below_1']} below 1; {after['down_weighted']:,} "
-        f"down-weighted; ε = {after['epsilon_of_all_rounds']:.1f} for both rounds"
+        f"{before['accuracy']:.2f} → {after['accuracy']:.2f} % right, smallest bound "
+        f"{before['smallest']:.3g} → {after['smallest']:.3g}, {before['below_1']} → "
+        f"{after['below_1']} below 1; {after['down_weighted']:,} down-weighted; ε = "
+        f"{after['epsilon_of_all_rounds']:.1f} for both rounds"
     )
     return Outcome(here, two_round_checks(before, after), {"before": before, "after": after})
 
@@ -147,7 +180,13 @@ def two_round_checks(before: Json, after: Json) -> tuple[Check, ...]:
     """Does the second round protect more, at the paper's accuracy?"""
     accuracy, smallest = after["accuracy"], after["smallest"]
     return (
-        check_that("accuracy of the second round", "97 %", f"{accuracy:.1f} %", "97 % or more", accuracy >= 97),
+        check_that(
+            "accuracy of the second round",
+            "97 %",
+            f"{accuracy:.1f} %",
+            "97 % or more",
+            accuracy >= 97,
+        ),
         check_that(
             "the smallest bound",
             "–",
@@ -160,8 +199,8 @@ def two_round_checks(before: Json, after: Json) -> tuple[Check, ...]:
 
 def _earlier_best() -> Earlier:
     return Earlier(
-        here="98.1 % right, ε = 4.9, smallest of 60,000 bounds 2.2 by the exact Poisson factors; 0.13 by Theorem 4, "
-        "0.004 by Rényi DP for the same run",
+        here="98.1 % right, ε = 4.9, smallest of 60,000 bounds 2.2 by the exact Poisson factors; "
+        "0.13 by Theorem 4, 0.004 by Rényi DP for the same run",
         checks=best_checks(98.1, 2.2, 0.004),
         device=H200,
         source="docs/guide/choosing-noise.md",
@@ -170,7 +209,9 @@ def _earlier_best() -> Earlier:
     )
 
 
-CLIP = "Clipping is the paper's GELU form with the threshold divided by 1.1153, so that ‖g̃‖ ≤ C holds."
+CLIP = (
+    "Clipping is the paper's GELU form with the threshold divided by 1.1153, so that ‖g̃‖ ≤ C holds."
+)
 
 
 ROWS = (
@@ -178,16 +219,17 @@ ROWS = (
         "guo-figure5-mnist-theorem4",
         "guo",
         "Figure 5, MNIST, one point by Theorem 4",
-        "432 settings, 10 runs each: 95 % before Rényi DP's bound crosses 1, the bound from the largest dFIL above "
-        "it in most settings, the median high",
+        "432 settings, 10 runs each: 95 % before Rényi DP's bound crosses 1, the bound from the "
+        "largest dFIL above it in most settings, the median high",
         "MNIST, 60,000 digits; σ = 1, C = 4, ρ = 0.1, 400 steps, one run, one probe a step",
         lambda run: figure_5_point(run, "theorem4"),
         5,
         ("mnist",),
-        stand_in="400 steps of one point of the grid (its shortest has 1,000), one run instead of ten",
-        reason="Theorem 4 as the paper applies it multiplies every step's information by one factor for the worst "
-        "example; at σ = 1 that factor is near 1, so subsampling helps little and the bound is hardly above Rényi "
-        "DP's. " + CLIP,
+        stand_in="400 steps of one point of the grid (its shortest has 1,000), one run instead of "
+        "ten",
+        reason="Theorem 4 as the paper applies it multiplies every step's information by one "
+        "factor for the worst example; at σ = 1 that factor is near 1, so subsampling "
+        "helps little and the bound is hardly above Rényi DP's. " + CLIP,
     ),
     Row(
         "guo-figure5-mnist-poisson",
@@ -198,7 +240,8 @@ ROWS = (
         lambda run: figure_5_point(run, "poisson"),
         5,
         ("mnist",),
-        stand_in="400 steps of one point of the grid (its shortest has 1,000), one run instead of ten",
+        stand_in="400 steps of one point of the grid (its shortest has 1,000), one run instead of "
+        "ten",
         reason=CLIP,
     ),
     Row(
@@ -211,9 +254,9 @@ ROWS = (
         1,
         ("mnist",),
         gpu=True,
-        stand_in="torchfil's exact factors instead of Theorem 4, by which the same run has 0.13; a recipe that suits "
-        "them (larger "
-        "batches, more noise), found in some sixty runs by test accuracy",
+        stand_in="torchfil's exact factors instead of Theorem 4, by which the same run has 0.13; "
+        "a recipe that suits them (larger batches, more noise), found in some sixty runs "
+        "by test accuracy",
         earlier=_earlier_best(),
     ),
     Row(
@@ -221,12 +264,14 @@ ROWS = (
         "guo",
         "Figure 5, MNIST, with clip weights from an earlier run",
         "97 % at 1 (nobody is down-weighted in the paper)",
-        "MNIST, 60,000 digits; σ = 1.5, batch 2,048, 12,000 steps, twice; weights by `torchfil.equalise`",
+        "MNIST, 60,000 digits; σ = 1.5, batch 2,048, 12,000 steps, twice; weights by "
+        "`torchfil.equalise`",
         figure_5_two_rounds,
         4,
         ("mnist",),
         gpu=True,
-        stand_in="the exact factors, and a second run that gives smaller weights to whom the first exposed most",
+        stand_in="the exact factors, and a second run that gives smaller weights to whom the "
+        "first exposed most",
         reason="One run, and the best of four: in one of the other three the smallest bound fell "
         "(docs/guide/protect-the-few.md).",
     ),

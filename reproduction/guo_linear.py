@@ -43,7 +43,9 @@ def figure_1(run: Run) -> Outcome:
         check_near("membership told right at ε = 0.1, %", 53, right[0], 1, 0),
         check_that("… at ε = 2", "> 88 %", f"{right[1]:.1f} %", "88 % or more", right[1] >= 88),
         check_near("MSE bound for ages in [0, 100] at ε = 2", 391, bound, 1, 0),
-        check_that("its root", "≈ 19", f"{math.sqrt(bound):.1f}", "19 to 20", 19 <= math.sqrt(bound) < 20),
+        check_that(
+            "its root", "≈ 19", f"{math.sqrt(bound):.1f}", "19 to 20", 19 <= math.sqrt(bound) < 20
+        ),
     )
     here = f"{right[0]:.1f} %, {right[1]:.1f} %; MSE ≥ {bound:.0f}, root {math.sqrt(bound):.1f}"
     return Outcome(here, checks)
@@ -62,7 +64,10 @@ def figure_2(run: Run) -> Outcome:
     figure = Figure(figsize=(5.2, 3.2), layout="constrained")
     axis = figure.subplots()
     axis.hist(
-        bound, list(np.geomspace(min(bound.min(), renyi), bound.max(), 80)), color="#D55E00", label="dFIL, by digit"
+        bound,
+        list(np.geomspace(min(bound.min(), renyi), bound.max(), 80)),
+        color="#D55E00",
+        label="dFIL, by digit",
     )
     axis.axvline(renyi, color="#0072B2", linestyle="--", label="Rényi DP")
     axis.axvline(1, color="0.3", label="MSE = 1")
@@ -74,15 +79,28 @@ def figure_2(run: Run) -> Outcome:
     checks = (
         check_near("test accuracy, %", 99.95, correct, 0.05, 2),
         check_near("ε of order 2", 1.58, epsilon, 0.01, 2),
-        check_that("Rényi DP's bound", "≈ 0.1", f"{renyi:.3f}", "0.05 to 0.15", 0.05 <= renyi <= 0.15),
-        check_that("bounds by digit", "all > 1", f"smallest {bound.min():.2f}", "all > 1", bool(bound.min() > 1)),
         check_that(
-            "their range", "extremely wide", f"{spread:.1f} powers of ten", "two powers of ten or more", spread >= 2
+            "Rényi DP's bound", "≈ 0.1", f"{renyi:.3f}", "0.05 to 0.15", 0.05 <= renyi <= 0.15
+        ),
+        check_that(
+            "bounds by digit",
+            "all > 1",
+            f"smallest {bound.min():.2f}",
+            "all > 1",
+            bool(bound.min() > 1),
+        ),
+        check_that(
+            "their range",
+            "extremely wide",
+            f"{spread:.1f} powers of ten",
+            "two powers of ten or more",
+            spread >= 2,
         ),
     )
     here = (
-        f"{correct:.2f} % right; Rényi DP {renyi:.3f} at ε = {epsilon:.2f}; bounds by digit from {bound.min():.2f} to "
-        f"{bound.max():.2g}. (The authors' code takes ε = 4/(nλσ)²: {epsilon**2:.2f}.)"
+        f"{correct:.2f} % right; Rényi DP {renyi:.3f} at ε = {epsilon:.2f}; bounds by digit from "
+        f"{bound.min():.2f} to {bound.max():.2g}. (The authors' code takes ε = 4/(nλσ)²: "
+        f"{epsilon**2:.2f}.)"
     )
     return Outcome(here, checks, pictures=("repro_guo_figure2.png",))
 
@@ -100,24 +118,43 @@ def attacked(run: Run, in_range: bool) -> tuple[GLMReconstruction, torchfil.Boun
 def figure_3(run: Run) -> Outcome:
     """The bound against the error of the attack, digit by digit."""
     _, comparison = attacked(run, True)
-    predicted, achieved, violated = comparison.predicted, comparison.attack.achieved, comparison.violated
+    predicted, achieved, violated = (
+        comparison.predicted,
+        comparison.attack.achieved,
+        comparison.violated,
+    )
     low = predicted < 1
     correlation = float(stats.spearmanr(predicted, achieved).statistic)
-    lower_end = float(stats.spearmanr(predicted[low], achieved[low]).statistic) if low.sum() > 2 else math.nan
+    lower_end = (
+        float(stats.spearmanr(predicted[low], achieved[low]).statistic)
+        if low.sum() > 2
+        else math.nan
+    )
 
     # On the line, the attack meets the bound; digits below it beyond chance are coloured.
     figure = Figure(figsize=(4.6, 4), layout="constrained")
     axis = figure.subplots()
-    for chosen, colour, label in ((~violated, "#0072B2", "above the bound"), (violated, "#D55E00", "below it")):
-        axis.scatter(predicted[chosen], achieved[chosen], s=2, color=colour, label=label, rasterized=True)
+    for chosen, colour, label in (
+        (~violated, "#0072B2", "above the bound"),
+        (violated, "#D55E00", "below it"),
+    ):
+        axis.scatter(
+            predicted[chosen], achieved[chosen], s=2, color=colour, label=label, rasterized=True
+        )
     ends = [float(predicted.min()), float(achieved.max())]
     axis.plot(ends, ends, color="black", linewidth=1)
     axis.axvline(1, color="0.4", linestyle=":")
-    axis.set(xscale="log", yscale="log", xlabel="lower bound on the MSE by dFIL", ylabel="MSE of the attack")
+    axis.set(
+        xscale="log",
+        yscale="log",
+        xlabel="lower bound on the MSE by dFIL",
+        ylabel="MSE of the attack",
+    )
     axis.legend(frameon=False, markerscale=4)
     figure.savefig(run.out / "repro_guo_figure3.png", dpi=80)
 
-    # Bounds above 1 say that nothing is learnt; bounds below 1 must hold for the attackers that they bind.
+    # Bounds above 1 say that nothing is learnt; bounds below 1 must hold for the attackers that
+    # they bind.
     as_it_is = attacked(run, False)[1].violated
     shares = {
         name: 100 * float(v[low].mean()) if low.any() else math.nan
@@ -148,11 +185,11 @@ def figure_3(run: Run) -> Outcome:
         ),
     )
     here = (
-        f"rank correlation {correlation:.2f}, {lower_end:.2f} where the bound is below 1 ({int(low.sum()):,} "
-        "digits). Below the bound beyond "
-        f"chance: {100 * violated.mean():.0f} % of all, {shares['kept']:.1f} % of those with a bound below 1; with "
-        "guesses as they are, "
-        f"{100 * as_it_is.mean():.1f} % and {shares['as']:.1f} %. Guessing the mean digit errs by {blind:.3f}"
+        f"rank correlation {correlation:.2f}, {lower_end:.2f} where the bound is below 1 "
+        f"({int(low.sum()):,} digits). Below the bound beyond chance: {100 * violated.mean():.0f} "
+        f"% of all, {shares['kept']:.1f} % of those with a bound below 1; with guesses as they "
+        f"are, {100 * as_it_is.mean():.1f} % and {shares['as']:.1f} %. Guessing the mean digit "
+        f"errs by {blind:.3f}"
     )
     smallest = float(predicted[violated].min()) if violated.any() else None
     return Outcome(here, checks, {"smallest violated bound": smallest}, ("repro_guo_figure3.png",))
@@ -200,8 +237,8 @@ def figure_4(run: Run, shown: int = 8) -> Outcome:
         ),
     )
     here = (
-        f"error of the {shown} of highest dFIL at most {top:.1e}, of the {shown} of lowest at least {bottom:.2f}; "
-        f"the mean digit has {blind:.3f}"
+        f"error of the {shown} of highest dFIL at most {top:.1e}, of the {shown} of lowest at "
+        f"least {bottom:.2f}; the mean digit has {blind:.3f}"
     )
     return Outcome(here, checks, pictures=("repro_guo_figure4.png",))
 
@@ -211,8 +248,8 @@ ROWS = (
         "guo-figure1",
         "guo",
         "Figure 1 and the numbers of §§ 2–4",
-        "both games, an illustration; beside it: membership 53 % at ε = 0.1, > 88 % at ε = 2; ages in [0, 100] at ε "
-        "= 2: MSE ≥ 391, ± 19",
+        "both games, an illustration; beside it: membership 53 % at ε = 0.1, > 88 % at ε = 2; "
+        "ages in [0, 100] at ε = 2: MSE ≥ 391, ± 19",
         "formulas",
         figure_1,
         0.1,
@@ -222,7 +259,8 @@ ROWS = (
         "guo-figure2",
         "guo",
         "Figure 2",
-        "99.95 % right, ε = 1.58, Rényi DP's bound ≈ 0.1, all dFIL bounds > 1, over an extremely wide range",
+        "99.95 % right, ε = 1.58, Rényi DP's bound ≈ 0.1, all dFIL bounds > 1, over an extremely "
+        "wide range",
         DIGITS + "; λ = σ = 1e-2",
         figure_2,
         0.5,
@@ -232,14 +270,15 @@ ROWS = (
         "guo-figure3",
         "guo",
         "Figure 3",
-        "10,000 releases: bound and error closely correlated, most digits above the bound, some (biased) below it, "
-        "none of consequence where the bound is below 1",
+        "10,000 releases: bound and error closely correlated, most digits above the bound, some "
+        "(biased) below it, none of consequence where the bound is below 1",
         DIGITS + f"; λ = 1e-2, σ = 1e-5, {TRIALS} releases, pixels kept in [0, 1]",
         figure_3,
         2,
         ("mnist",),
-        reason="An attacker who knows that pixels lie in [0, 1] makes better guesses, and biased ones: the bound "
-        "speaks about unbiased attackers. The paper does not say whether its guesses are kept in the range.",
+        reason="An attacker who knows that pixels lie in [0, 1] makes better guesses, and biased "
+        "ones: the bound speaks about unbiased attackers. The paper does not say whether "
+        "its guesses are kept in the range.",
     ),
     Row(
         "guo-figure4",

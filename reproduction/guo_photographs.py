@@ -37,14 +37,20 @@ class Photographs:
     classes: tuple[int, ...] | None = None
 
 
-SMALL = Photographs(examples=1000, batch=50, steps=100, noise_multiplier=0.5, lr=0.3, classes=(0, 1))
+SMALL = Photographs(
+    examples=1000, batch=50, steps=100, noise_multiplier=0.5, lr=0.3, classes=(0, 1)
+)
 FIGURE_6 = Photographs(examples=18_000, batch=200, steps=5000, noise_multiplier=0.5, lr=0.1)
-FIGURE_5 = Photographs(examples=18_000, batch=200, steps=12_500, noise_multiplier=0.5, lr=0.1, max_grad_norm=0.5)
+FIGURE_5 = Photographs(
+    examples=18_000, batch=200, steps=12_500, noise_multiplier=0.5, lr=0.1, max_grad_norm=0.5
+)
 
 
 @lru_cache(maxsize=2)
 def private_photographs(run: Run, setting: Photographs, gpu: bool) -> Json:
-    """Train; the bounds of all photographs, their losses under the trained network, the test accuracy, the images."""
+    """Train; the bounds of all photographs, their losses under the trained network, the test
+    accuracy, the images.
+    """
     device = run.device if gpu else "cpu"
     readers = run.data("cifar10")
     parts = []
@@ -56,7 +62,11 @@ def private_photographs(run: Run, setting: Photographs, gpu: bool) -> Json:
             else torch.ones_like(labels, dtype=torch.bool)
         )
         images, labels = images[kept], labels[kept]
-        rows = balanced(labels, min(setting.examples, len(labels))) if setting.classes else torch.arange(len(labels))
+        rows = (
+            balanced(labels, min(setting.examples, len(labels)))
+            if setting.classes
+            else torch.arange(len(labels))
+        )
         parts.append((images[rows].to(device), labels[rows].to(device)))
     if run.tiny:
         setting = replace(setting, batch=4, steps=2)
@@ -70,7 +80,9 @@ def private_photographs(run: Run, setting: Photographs, gpu: bool) -> Json:
     private, _, loader = engine.make_private(
         model,
         torch.optim.SGD(model.parameters(), lr=setting.lr, momentum=setting.momentum),
-        DataLoader(data, setting.batch, collate_fn=data.collate, generator=torch.Generator().manual_seed(0)),
+        DataLoader(
+            data, setting.batch, collate_fn=data.collate, generator=torch.Generator().manual_seed(0)
+        ),
         noise_multiplier=setting.noise_multiplier,
         max_grad_norm=setting.max_grad_norm,
         criterion=nn.CrossEntropyLoss(),
@@ -109,7 +121,8 @@ def figure_6(run: Run, setting: Photographs, gpu: bool) -> Outcome:
     most, least = float(loss[order[:tenth]].mean()), float(loss[order[-tenth:]].mean())
     correlation = float(stats.spearmanr(1 / bound, loss).statistic)
 
-    # Above, those that leak most; below, those that leak least among drawn ones: nothing is known about the others.
+    # Above, those that leak most; below, those that leak least among drawn ones: nothing is known
+    # about the others.
     order = order[np.isfinite(bound[order])]
     shown = min(8, max(1, len(order) // 2))
     figure = Figure(figsize=(8, 2.6), layout="constrained")
@@ -124,9 +137,8 @@ def figure_6(run: Run, setting: Photographs, gpu: bool) -> Outcome:
     figure.savefig(run.out / name, dpi=60)
 
     here = (
-        f"test accuracy {trained['accuracy']:.1f} %; mean loss {most:.2f} in the tenth of highest dFIL, "
-        f"{least:.2f} in that "
-        f"of lowest; rank correlation of dFIL and loss {correlation:.2f}"
+        f"test accuracy {trained['accuracy']:.1f} %; mean loss {most:.2f} in the tenth of highest "
+        f"dFIL, {least:.2f} in that of lowest; rank correlation of dFIL and loss {correlation:.2f}"
     )
     checks = (
         check_that(
@@ -186,21 +198,23 @@ ROWS = (
         ("cifar10",),
         gpu=True,
         stand_in="18,000 of 50,000 photographs, one point of 600, one run",
-        reason="The part of CIFAR-10 at hand has 18,000 of 50,000 photographs: fewer to learn from, and each is "
-        "drawn 2.8 times as often.",
+        reason="The part of CIFAR-10 at hand has 18,000 of 50,000 photographs: fewer to learn "
+        "from, and each is drawn 2.8 times as often.",
     ),
     Row(
         "guo-figure6",
         "guo",
         "Figure 6",
-        "photographs of high dFIL are hard to classify even for humans, those of low dFIL are typical",
+        "photographs of high dFIL are hard to classify even for humans, those of low dFIL are "
+        "typical",
         "1,000 planes and cars of CIFAR-10; σ = 0.5, C = 1, ρ = 0.3, batch 50, T = 100",
         lambda run: figure_6(run, SMALL, False),
         3,
         ("cifar10",),
         stand_in="two classes, 100 steps instead of 5,000",
-        reason="The tenths differ clearly, the order within them hardly (rank correlation 0.13). The tenth of lowest "
-        "dFIL counts the few photographs that were never drawn, whose dFIL is 0.",
+        reason="The tenths differ clearly, the order within them hardly (rank correlation 0.13). "
+        "The tenth of lowest dFIL counts the few photographs that were never drawn, whose "
+        "dFIL is 0.",
     ),
     Row(
         "guo-figure6-gpu",

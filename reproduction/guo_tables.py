@@ -12,15 +12,26 @@ from torchfil.clipping import get_clip
 __all__ = ["ROWS"]
 
 
-def architecture(model: nn.Module, size: tuple[int, ...], layers: list[str], theirs: list[str]) -> Outcome:
+def architecture(
+    model: nn.Module, size: tuple[int, ...], layers: list[str], theirs: list[str]
+) -> Outcome:
     """Does the network match the table?"""
     output = tuple(model(torch.zeros(1, *size)).shape)
     count = sum(p.numel() for p in model.parameters())
     checks = (
-        check_that("layers with weights", ", ".join(theirs), ", ".join(layers), "the same", layers == theirs),
+        check_that(
+            "layers with weights",
+            ", ".join(theirs),
+            ", ".join(layers),
+            "the same",
+            layers == theirs,
+        ),
         check_that("outputs", "10", str(output[-1]), "the same", output == (1, 10)),
     )
-    return Outcome(f"{count:,} parameters; the last layer gives logits, without the tanh that the table names", checks)
+    return Outcome(
+        f"{count:,} parameters; the last layer gives logits, without the tanh that the table names",
+        checks,
+    )
 
 
 def weights_of(model: nn.Module) -> list[str]:
@@ -43,7 +54,10 @@ def table_1(run: Run) -> Outcome:
 
 def table_2(run: Run) -> Outcome:
     """The CIFAR-10 network."""
-    theirs = [f"{width}@3×3/1+1" for width in (32, 32, 64, 64, 128, 128)] + ["128 units", "10 units"]
+    theirs = [f"{width}@3×3/1+1" for width in (32, 32, 64, 64, 128, 128)] + [
+        "128 units",
+        "10 units",
+    ]
     return architecture(cifar_cnn(), (3, 32, 32), weights_of(cifar_cnn()), theirs)
 
 
@@ -51,7 +65,9 @@ def smooth_clipping(run: Run) -> Outcome:
     """The largest norm that the GELU clipping lets through, in units of C."""
     norms = torch.linspace(1e-3, 50, 200_001, dtype=torch.float64)
     largest = float((norms * get_clip("gelu-paper").scale(norms, 1.0)).max())
-    return Outcome(f"{largest:.4f} C", (check_near("largest clipped norm over C", 1.115, largest, 0.001),))
+    return Outcome(
+        f"{largest:.4f} C", (check_near("largest clipped norm over C", 1.115, largest, 0.001),)
+    )
 
 
 ROWS = (
@@ -64,7 +80,8 @@ ROWS = (
         "the grids of Figure 5: 432 and 600 settings, ten runs each",
         "–",
         None,
-        reason="Settings, no results. Single points are run in the rows of Figure 5; the grids are 10,320 trainings.",
+        reason="Settings, no results. Single points are run in the rows of Figure 5; the grids "
+        "are 10,320 trainings.",
     ),
     Row(
         "guo-appendix-c",

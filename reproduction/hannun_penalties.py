@@ -1,4 +1,6 @@
-"""Hannun et al. 2021, § 6.4: η of one attribute and both attacks over penalty and noise (Figure 6), on IWPC."""
+"""Hannun et al. 2021, § 6.4: η of one attribute and both attacks over penalty and noise (Figure 6),
+on IWPC.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,14 @@ def over_penalties(run: Run) -> tuple[dict[float, Curves], float]:
     curves = {}
     for l2 in PENALTIES:
         model = LinearRegression(l2=l2).fit(X, y)
-        attacks: list[Any] = [WhiteBoxInversion(model, X, y, attribute), BlackBoxInversion(model, X, y, attribute)]
-        found = [[attack.run(float(s), trials, seed=0).achieved.mean() for s in SIGMAS] for attack in attacks]
+        attacks: list[Any] = [
+            WhiteBoxInversion(model, X, y, attribute),
+            BlackBoxInversion(model, X, y, attribute),
+        ]
+        found = [
+            [attack.run(float(s), trials, seed=0).achieved.mean() for s in SIGMAS]
+            for attack in attacks
+        ]
         # Noise of σ in every weight adds σ² · mean ‖x‖² to the test error, on average.
         plain = np.square(model.margin(task.test_inputs) - task.test_targets).mean()
         noisy = plain + SIGMAS**2 * np.square(task.test_inputs).sum(axis=1).mean()
@@ -83,7 +91,9 @@ def figure_6a(run: Run) -> Outcome:
     return Outcome(f"mean η at σ = 1: {told}", checks, pictures=("repro_hannun_figure6a.png",))
 
 
-def _draw_over_eta(run: Run, name: str, label: str, values: dict[float, np.ndarray], line: float | None = None) -> str:
+def _draw_over_eta(
+    run: Run, name: str, label: str, values: dict[float, np.ndarray], line: float | None = None
+) -> str:
     """A curve over η̄ for each λ, as in Figures 6b to 6d."""
     curves, _ = over_penalties(run)
     figure = Figure(figsize=(4.6, 3.2), layout="constrained")
@@ -109,17 +119,24 @@ def figure_6b(run: Run) -> Outcome:
     falling = all(a > b for a, b in pairwise(edges))
     checks = (
         check_that(
-            "more penalty", "MSE degrades at smaller η̄", told, "η̄ where the MSE is a tenth larger falls with λ", falling
+            "more penalty",
+            "MSE degrades at smaller η̄",
+            told,
+            "η̄ where the MSE is a tenth larger falls with λ",
+            falling,
         ),
     )
-    return Outcome(f"η̄ at which noise adds a tenth to the test error: {told}", checks, pictures=(name,))
+    return Outcome(
+        f"η̄ at which noise adds a tenth to the test error: {told}", checks, pictures=(name,)
+    )
 
 
 def spread_between_penalties(curves: dict[float, Curves], which: str) -> float:
-    """How much accuracies at the same η̄ differ between penalties, on average over η̄, relative to their whole range.
+    """How much accuracies at the same η̄ differ between penalties, on average over η̄, relative to
+    their whole range.
 
-    Relative, because black-box accuracy changes little over most noise scales: in units of accuracy it cannot differ
-    much.
+    Relative, because black-box accuracy changes little over most noise scales: in units of accuracy
+    it cannot differ much.
     """
     ends = [c.mean_eta for c in curves.values()]
     common = np.geomspace(max(e.min() for e in ends), min(e.max() for e in ends), 60)
@@ -131,7 +148,11 @@ def figure_6c(run: Run) -> Outcome:
     """White-box accuracy over η̄."""
     curves, prior = over_penalties(run)
     name = _draw_over_eta(
-        run, "repro_hannun_figure6c.png", "white-box accuracy", {k: c.white_box for k, c in curves.items()}, prior
+        run,
+        "repro_hannun_figure6c.png",
+        "white-box accuracy",
+        {k: c.white_box for k, c in curves.items()},
+        prior,
     )
 
     # Does one curve fit all penalties? The paper says: more so for the white box.
@@ -156,8 +177,8 @@ def figure_6c(run: Run) -> Outcome:
         ),
     )
     here = (
-        f"accuracy {first.white_box[0]:.2f} to {first.white_box[-1]:.2f} (λ = 1e-3); at the same η̄ it differs "
-        f"between penalties by {told}"
+        f"accuracy {first.white_box[0]:.2f} to {first.white_box[-1]:.2f} (λ = 1e-3); at the same "
+        f"η̄ it differs between penalties by {told}"
     )
     return Outcome(here, checks, pictures=(name,))
 
@@ -166,24 +187,40 @@ def figure_6d(run: Run) -> Outcome:
     """Black-box accuracy over η̄, and the noise that protects against both attacks."""
     curves, prior = over_penalties(run)
     name = _draw_over_eta(
-        run, "repro_hannun_figure6d.png", "black-box accuracy", {k: c.black_box for k, c in curves.items()}, prior
+        run,
+        "repro_hannun_figure6d.png",
+        "black-box accuracy",
+        {k: c.black_box for k, c in curves.items()},
+        prior,
     )
     # Does it track the test error? Compare its fall with the error's rise over σ.
     pairs = [(c.black_box, -np.log(c.mse)) for c in curves.values()]
     tracked = [float(np.corrcoef(black, mse)[0, 1]) for black, mse in pairs]
 
-    # The noise at which white-box accuracy falls to the prior, and the paper's advice, η̄ = 1e-3, for every λ.
+    # The noise at which white-box accuracy falls to the prior, and the paper's advice, η̄ = 1e-3,
+    # for every λ.
     chosen = curves[PENALTIES[1]]
     protected = int(np.argmax(chosen.white_box <= prior + 0.02))
     cost = chosen.mse[protected] / chosen.mse[0] - 1
-    told = f"η̄ = {chosen.mean_eta[protected]:.2g} (σ = {SIGMAS[protected]:.2g}), MSE + {100 * cost:.2f} %"
+    told = (
+        f"η̄ = {chosen.mean_eta[protected]:.2g} (σ = {SIGMAS[protected]:.2g}), MSE + "
+        f"{100 * cost:.2f} %"
+    )
     advised = {
-        l2: [float(c.at(np.array([1e-3]), v)[0]) for v in (c.white_box, c.black_box, c.mse / c.mse[0])]
+        l2: [
+            float(c.at(np.array([1e-3]), v)[0])
+            for v in (c.white_box, c.black_box, c.mse / c.mse[0])
+        ]
         for l2, c in curves.items()
     }
-    works = [l2 for l2, (white, black, ratio) in advised.items() if max(white, black) <= prior + 0.02 and ratio < 1.1]
+    works = [
+        l2
+        for l2, (white, black, ratio) in advised.items()
+        if max(white, black) <= prior + 0.02 and ratio < 1.1
+    ]
     advice = "; ".join(
-        f"λ = {l2:g}: {white:.2f}, {black:.2f}, MSE × {ratio:.3g}" for l2, (white, black, ratio) in advised.items()
+        f"λ = {l2:g}: {white:.2f}, {black:.2f}, MSE × {ratio:.3g}"
+        for l2, (white, black, ratio) in advised.items()
     )
     checks = (
         check_that(
@@ -209,8 +246,8 @@ def figure_6d(run: Run) -> Outcome:
         ),
     )
     here = (
-        f"correlation with −log MSE {min(tracked):.2f} to {max(tracked):.2f}; white box down to the prior at "
-        f"{told} (λ = 1e-3)"
+        f"correlation with −log MSE {min(tracked):.2f} to {max(tracked):.2f}; white box down to "
+        f"the prior at {told} (λ = 1e-3)"
     )
     return Outcome(here, checks, pictures=(name,))
 
@@ -229,7 +266,8 @@ def attack_table(run: Run) -> Outcome:
     checks, told = [], []
     for name, attack in attacks.items():
         found = [
-            float(attack.run(s, 3 if run.tiny else TRIALS, seed=0).achieved.mean()) for s in (1e-5, 1e-4, 1e-3, 1e-2)
+            float(attack.run(s, 3 if run.tiny else TRIALS, seed=0).achieved.mean())
+            for s in (1e-5, 1e-4, 1e-3, 1e-2)
         ]
         checks += [
             check_near(f"{name}, σ = {s:g}", t, f, 0.015)
@@ -248,17 +286,16 @@ PARTS = {
     "c": (
         "accuracy degrades as η̄ falls; across λ it follows η̄ more closely than the black box does",
         figure_6c,
-        "How the second check is judged was chosen after a first run: in absolute accuracy the spread between "
-        "penalties is larger for the white box than for the black box (0.074 against 0.036), whose accuracy moves "
-        "less; it is now taken relative to the range of each.",
+        "How the second check is judged was chosen after a first run: in absolute accuracy the "
+        "spread between penalties is larger for the white box than for the black box (0.074 "
+        "against 0.036), whose accuracy moves less; it is now taken relative to the range of each.",
     ),
     "d": (
         "accuracy tends to track the MSE; η̄ ≈ 1e-3 protects against both with little degradation",
         figure_6d,
-        "The white box is stopped by noise that costs next to nothing, as the paper says. The black box uses the "
-        "model as its users do: "
-        "stopping it too takes noise that spoils the model, whichever λ. At η̄ = 1e-3 either the black box is still "
-        "above the prior (λ = 1) "
+        "The white box is stopped by noise that costs next to nothing, as the paper says. The "
+        "black box uses the model as its users do: stopping it too takes noise that spoils the "
+        "model, whichever λ. At η̄ = 1e-3 either the black box is still above the prior (λ = 1) "
         "or the MSE has grown many times (small λ).",
     ),
 }
@@ -283,8 +320,8 @@ ROWS = (
         "hannun-attacks-iwpc",
         "hannun",
         "§ 6.4, both attacks (the authors' code)",
-        "prior 0.367; white-box 1.00 / 0.98 / 0.55 / 0.32 and black-box 0.489 / 0.489 / 0.489 / 0.491 at σ = 1e-5 / "
-        "1e-4 / 1e-3 / 1e-2, by the authors' code on this data",
+        "prior 0.367; white-box 1.00 / 0.98 / 0.55 / 0.32 and black-box 0.489 / 0.489 / 0.489 / "
+        "0.491 at σ = 1e-5 / 1e-4 / 1e-3 / 1e-2, by the authors' code on this data",
         IWPC + ", λ = 1e-2, 100 releases",
         attack_table,
         0.2,

@@ -1,4 +1,6 @@
-"""Hannun et al. 2021, § 6.4: IRFIL equalises the leakage of one attribute (Figure 7), on IWPC and UCI Adult."""
+"""Hannun et al. 2021, § 6.4: IRFIL equalises the leakage of one attribute (Figure 7), on IWPC and
+UCI Adult.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def reweighted_task(run: Run, data: str, rounds: int) -> tuple[LinearRegression,
     task = task_of(run, data)
     y = task.train_targets if data == "IWPC" else 2 * task.train_targets - 1
     model = LinearRegression(l2=L2[data])
-    return model, reweighted(model, task.train_inputs, y, list(task.attributes[NAMES[data]]), rounds)
+    return model, reweighted(
+        model, task.train_inputs, y, list(task.attributes[NAMES[data]]), rounds
+    )
 
 
 def figure_7_eta(run: Run, data: str) -> Outcome:
@@ -49,7 +53,12 @@ def figure_7_eta(run: Run, data: str) -> Outcome:
         ends = np.quantile(eta, [low, high], axis=1)
         axis.fill_between(rounds, *ends, color=COLOURS[0], alpha=opacity, linewidth=0)
     axis.plot(rounds, eta.mean(axis=1), "o-", color=COLOURS[1], markersize=3)
-    axis.set(xlabel="iteration of IRFIL", ylabel=f"η of {NAMES[data]} (σ = 1e-3)", yscale="log", title=data)
+    axis.set(
+        xlabel="iteration of IRFIL",
+        ylabel=f"η of {NAMES[data]} (σ = 1e-3)",
+        yscale="log",
+        title=data,
+    )
     name = f"repro_hannun_figure7_{data.lower()}.png"
     figure.savefig(run.out / name, dpi=80)
 
@@ -67,8 +76,8 @@ def figure_7_eta(run: Run, data: str) -> Outcome:
         ),
     )
     here = (
-        f"std/mean of η before, after two and after {len(eta) - 1} rounds: {told}; mean {eta[0].mean():.3g} and "
-        f"{eta[-1].mean():.3g}"
+        f"std/mean of η before, after two and after {len(eta) - 1} rounds: {told}; mean "
+        f"{eta[0].mean():.3g} and {eta[-1].mean():.3g}"
     )
     return Outcome(here, checks, pictures=(name,))
 
@@ -87,9 +96,20 @@ def figure_7_deciles(run: Run, data: str) -> Outcome:
     for rounds, colour in zip((0, 2, 2 if run.tiny else ROUNDS), COLOURS, strict=False):
         model = reweighted_task(run, data, rounds)[1].model if rounds else plain
         attack = WhiteBoxInversion(model, X, y, attribute)
-        deciles[rounds] = accuracy_by_part(attack.run(SIGMA, 3 if run.tiny else TRIALS, seed=1), eta)
-        axis.plot(range(1, 11), deciles[rounds], "o-", color=colour, markersize=3, label=f"{rounds} iterations")
-    axis.set(xlabel="decile of the initial η", ylabel="white-box accuracy", ylim=(0, 1.03), title=data)
+        deciles[rounds] = accuracy_by_part(
+            attack.run(SIGMA, 3 if run.tiny else TRIALS, seed=1), eta
+        )
+        axis.plot(
+            range(1, 11),
+            deciles[rounds],
+            "o-",
+            color=colour,
+            markersize=3,
+            label=f"{rounds} iterations",
+        )
+    axis.set(
+        xlabel="decile of the initial η", ylabel="white-box accuracy", ylim=(0, 1.03), title=data
+    )
     axis.legend(frameon=False)
     name = f"repro_hannun_figure7_{data.lower()}_deciles.png"
     figure.savefig(run.out / name, dpi=80)
@@ -112,10 +132,14 @@ def figure_7_deciles(run: Run, data: str) -> Outcome:
             "range at most half",
             second <= first / 2,
         ),
-        check_that("after ten", "nearly constant", f"range {last:.2f}", "range at most 0.15", last <= 0.15),
+        check_that(
+            "after ten", "nearly constant", f"range {last:.2f}", "range at most 0.15", last <= 0.15
+        ),
     )
     here = (
-        "range over deciles " + ", ".join(f"{value:.2f} after {rounds}" for rounds, value in ranges.items()) + " rounds"
+        "range over deciles "
+        + ", ".join(f"{value:.2f} after {rounds}" for rounds, value in ranges.items())
+        + " rounds"
     )
     return Outcome(here, checks, {str(k): v.tolist() for k, v in deciles.items()}, (name,))
 
@@ -139,8 +163,8 @@ ROWS = (
             f"hannun-figure7{'b' if data == 'IWPC' else 'd'}",
             "hannun",
             f"Figure 7{'b' if data == 'IWPC' else 'd'}, {data}",
-            "white-box accuracy: the top decile much more susceptible at first, flat after two rounds, nearly "
-            "constant after ten",
+            "white-box accuracy: the top decile much more susceptible at first, flat after two "
+            "rounds, nearly constant after ten",
             f"{where}, least squares; {NAMES[data]}; σ = 1e-3, 100 releases",
             lambda run, data=data: figure_7_deciles(run, data),  # type: ignore[misc]
             0.5,

@@ -27,7 +27,10 @@ DATA = {
     "CIFAR": "CIFAR-10 plane/car: 10,000 photographs, 20 principal components; JPEG copies",
 }
 ROUNDS = 15
-JPEG = "The photographs at hand went through JPEG once, and the paper's PCA and L-BFGS are not the same code."
+JPEG = (
+    "The photographs at hand went through JPEG once, and the paper's PCA and L-BFGS are not "
+    "the same code."
+)
 
 
 @lru_cache(maxsize=4)
@@ -44,7 +47,9 @@ def trained(run: Run, name: str) -> Setting:
     task = task_of(run, data)
     X, y = task.train_inputs, task.train_targets
     model, targets = (
-        (LinearRegression(), 2 * y - 1) if kind == "linear" else (LogisticRegression(l2=PENALTIES[data]), y)
+        (LinearRegression(), 2 * y - 1)
+        if kind == "linear"
+        else (LogisticRegression(l2=PENALTIES[data]), y)
     )
     result = iteratively_reweighted_fil(model, X, targets, rounds=2 if run.tiny else ROUNDS)
     return Setting(X, targets, y, model.fit(X, targets), result)
@@ -59,7 +64,10 @@ def table_1(run: Run, name: str) -> Outcome:
 
     checks: list[Check] = []
     told = []
-    pairs = ((setting.model, setting.result.etas[0]), (setting.result.model, setting.result.etas[-1]))
+    pairs = (
+        (setting.model, setting.result.etas[0]),
+        (setting.result.model, setting.result.etas[-1]),
+    )
     for label, (model, eta), theirs in zip(("", " + IRFIL"), pairs, TABLE_1[name], strict=True):
         correct = 100 * float(((model.margin(task.test_inputs) > 0) == task.test_targets).mean())
         checks += [
@@ -82,7 +90,13 @@ def figure_5(run: Run) -> Outcome:
         few = spread[min(5, len(spread) - 1)] / spread[0]
         told.append(f"{name} {100 * few:.1f} %")
         checks.append(
-            check_that(name, "converges after a few rounds", told[-1], "below a tenth after 5 rounds", few < 0.1)
+            check_that(
+                name,
+                "converges after a few rounds",
+                told[-1],
+                "below a tenth after 5 rounds",
+                few < 0.1,
+            )
         )
     axis.set(xlabel="iteration", ylabel="standard deviation of η")
     axis.legend(frameon=False)
@@ -93,7 +107,9 @@ def figure_5(run: Run) -> Outcome:
 
 def _table_row(name: str) -> Row:
     data = name.split()[0]
-    theirs = "; IRFIL ".join(f"{mean:g} ± {std:g}, {correct:g} %" for mean, std, correct in TABLE_1[name])
+    theirs = "; IRFIL ".join(
+        f"{mean:g} ± {std:g}, {correct:g} %" for mean, std, correct in TABLE_1[name]
+    )
     return Row(
         id=f"hannun-table1-{name.lower().replace(' ', '-')}",
         paper="hannun",

@@ -49,8 +49,13 @@ def with_property(images: Tensor, targets: Tensor, name: str, seed: int) -> Clie
 
 
 @lru_cache(maxsize=8)
-def measured(run: Run, network: str, task: str, secret: str, attack: bool, seed: int = 0) -> dict[str, LayerTable]:
-    """Train for the task, then by FedSGD with a victim; sensitivity and, with ``attack``, V-information and AUC."""
+def measured(
+    run: Run, network: str, task: str, secret: str, attack: bool, seed: int = 0
+) -> dict[str, LayerTable]:
+    """Train for the task, then by FedSGD with a victim.
+
+    Sensitivity and, with ``attack``, V-information and AUC.
+    """
     count, few, shown, bootstrap = (30, 16, 2, 5) if run.tiny else (CLIENT, 300, 40, 200)
     images, digits = run.data("mnist").mnist()
     torch.manual_seed(seed)
@@ -67,12 +72,24 @@ def measured(run: Run, network: str, task: str, secret: str, attack: bool, seed:
     if attack:
         rounds = 4 if run.tiny else ROUNDS
         seen = federated_gradients(
-            model, LOSS, victim, attacker, rounds=rounds, batch_size=32, lr=0.01, own_batches=1, seed=seed
+            model,
+            LOSS,
+            victim,
+            attacker,
+            rounds=rounds,
+            batch_size=32,
+            lr=0.01,
+            own_batches=1,
+            seed=seed,
         )
         single = layer_gradients(model, LOSS, victim.inputs[:few], victim.targets[:few])
-        tables["V-information"] = v_information(single, victim.property[:few], "forest", bootstrap=bootstrap)
+        tables["V-information"] = v_information(
+            single, victim.property[:few], "forest", bootstrap=bootstrap
+        )
         tables["AUC"] = property_inference(seen, attacker="forest", bootstrap=bootstrap)
-    tables["sensitivity"] = jacobian_sensitivity(model, LOSS, victim.inputs[:shown], victim.targets[:shown], bias=False)
+    tables["sensitivity"] = jacobian_sensitivity(
+        model, LOSS, victim.inputs[:shown], victim.targets[:shown], bias=False
+    )
     return tables
 
 
@@ -101,7 +118,8 @@ def correlation(a: LayerTable, b: LayerTable) -> float:
 def draw_by_layer(axis: Any, table: LayerTable) -> None:
     """Values with their intervals, by layer number as in the paper."""
     numbers = np.arange(1, len(table) + 1)
-    ends = np.stack([table.value - table.low, table.high - table.value]).clip(min=0)  # an interval may lie beside it
+    # an interval may lie beside it
+    ends = np.stack([table.value - table.low, table.high - table.value]).clip(min=0)
     axis.errorbar(numbers, table.value, ends, fmt="o-", capsize=2, color="#0072B2")
     axis.set(xlabel="layer", xticks=numbers)
 
@@ -112,7 +130,9 @@ def figure_1(run: Run, network: str) -> Outcome:
     wanted = NETWORKS[network][1]
     figure = Figure(figsize=(9, 2.8), layout="constrained")
     checks: list[Check] = []
-    for axis, name in zip(figure.subplots(1, 3), ("V-information", "sensitivity", "AUC"), strict=True):
+    for axis, name in zip(
+        figure.subplots(1, 3), ("V-information", "sensitivity", "AUC"), strict=True
+    ):
         table = tables[name]
         draw_by_layer(axis, table)
         axis.set_title(name)
@@ -120,21 +140,34 @@ def figure_1(run: Run, network: str) -> Outcome:
         told = f"layer {top} ({table.layers[top - 1]})"
         checks.append(
             check_that(
-                f"highest {name}", f"layer {' or '.join(map(str, wanted))}", told, "the same layer", top in wanted
+                f"highest {name}",
+                f"layer {' or '.join(map(str, wanted))}",
+                told,
+                "the same layer",
+                top in wanted,
             )
         )
     name = f"repro_mo_figure1_{network.lower()}.png"
     figure.savefig(run.out / name, dpi=80)
 
-    pairs = {key: correlation(tables[key], tables["AUC"]) for key in ("V-information", "sensitivity")}
+    pairs = {
+        key: correlation(tables[key], tables["AUC"]) for key in ("V-information", "sensitivity")
+    }
     here = ", ".join(f"{check.what}: {check.ours}" for check in checks)
-    here += "; correlation with the AUC: " + ", ".join(f"{key} {value:.2f}" for key, value in pairs.items())
-    values = {key: dict(zip(table.layers, table.value.tolist(), strict=True)) for key, table in tables.items()}
+    here += "; correlation with the AUC: " + ", ".join(
+        f"{key} {value:.2f}" for key, value in pairs.items()
+    )
+    values = {
+        key: dict(zip(table.layers, table.value.tolist(), strict=True))
+        for key, table in tables.items()
+    }
     return Outcome(here, tuple(checks), values, (name,))
 
 
 def figure_2(run: Run) -> Outcome:
-    """Three properties, one task, VGG11Net: which layer reveals them, and which measure predicts it?"""
+    """Three properties, one task, VGG11Net: which layer reveals them, and which measure predicts
+    it?
+    """
     figure = Figure(figsize=(9, 2.8), layout="constrained")
     checks, told = [], []
     for axis, secret in zip(figure.subplots(1, 3, sharey=True), PROPERTIES, strict=True):
@@ -142,19 +175,37 @@ def figure_2(run: Run) -> Outcome:
         table = tables["AUC"]
         draw_by_layer(axis, table)
 
-        # Which layer reveals most, and do the two measures predict the attack's success over the layers?
+        # Which layer reveals most, and do the two measures predict the attack's success over the
+        # layers?
         top = most_exposed(table)
         both = [correlation(tables[key], table) for key in ("V-information", "sensitivity")]
         axis.set(title=f"{secret}\nR = {both[0]:.2f} (V-inf.), {both[1]:.2f} (sens.)")
-        told.append(f"{secret}: layer {top} (AUC {table.value[top - 1]:.2f}), R {both[0]:.2f} and {both[1]:.2f}")
+        told.append(
+            f"{secret}: layer {top} (AUC {table.value[top - 1]:.2f}), R {both[0]:.2f} and "
+            f"{both[1]:.2f}"
+        )
         checks += [
             check_that(
-                f"{secret}: layer of the highest AUC", "9, the first dense one", f"{top}", "the same layer", top == 9
+                f"{secret}: layer of the highest AUC",
+                "9, the first dense one",
+                f"{top}",
+                "the same layer",
+                top == 9,
             ),
             check_that(
-                f"{secret}: V-information and AUC", "correlated", f"R = {both[0]:.2f}", "R above 0", both[0] > 0
+                f"{secret}: V-information and AUC",
+                "correlated",
+                f"R = {both[0]:.2f}",
+                "R above 0",
+                both[0] > 0,
             ),
-            check_that(f"{secret}: sensitivity and AUC", "correlated", f"R = {both[1]:.2f}", "R above 0", both[1] > 0),
+            check_that(
+                f"{secret}: sensitivity and AUC",
+                "correlated",
+                f"R = {both[1]:.2f}",
+                "R above 0",
+                both[1] > 0,
+            ),
         ]
     figure.axes[0].set_ylabel("AUC")
     figure.savefig(run.out / "repro_mo_figure2.png", dpi=80)
@@ -166,15 +217,24 @@ def figure_3(run: Run) -> Outcome:
     """Normalised sensitivity by layer for three tasks, two networks."""
     figure = Figure(figsize=(8, 3), layout="constrained")
     checks, told = [], []
-    for axis, (network, wanted) in zip(figure.subplots(1, 2), (("AlexNet", 4), ("VGG11Net", 9)), strict=True):
+    for axis, (network, wanted) in zip(
+        figure.subplots(1, 2), (("AlexNet", 4), ("VGG11Net", 9)), strict=True
+    ):
         tops = []
         for task, colour in zip(TASKS, ("#0072B2", "#E69F00", "#009E73"), strict=True):
             table = measured(run, network, task, PROPERTIES[0], task == "even")["sensitivity"]
             shares = table.value / table.value.sum()
-            axis.plot(np.arange(1, len(table) + 1), shares, "o-", color=colour, markersize=3, label=task)
+            axis.plot(
+                np.arange(1, len(table) + 1), shares, "o-", color=colour, markersize=3, label=task
+            )
             tops.append(most_exposed(table))
 
-        axis.set(title=network, xlabel="layer", ylabel="share of the sensitivity", xticks=range(1, len(table) + 1))
+        axis.set(
+            title=network,
+            xlabel="layer",
+            ylabel="share of the sensitivity",
+            xticks=range(1, len(table) + 1),
+        )
         told.append(f"{network}: layers {', '.join(map(str, tops))}")
         checks.append(
             check_that(
@@ -196,12 +256,11 @@ def figure_3(run: Run) -> Outcome:
 
 FACES = "digits with a planted property instead of faces with attributes, one run instead of 20"
 WHY = (
-    "One run tells neighbouring layers apart only where their intervals do (see the picture in the output folder). "
-    "The paper's faces (LFW, CelebA, PubFig) are not at hand. The sensitivity divides by the range of an "
-    "example's gradient "
-    "in a layer: where an example is fitted well its gradient is nearly 0, and a few such examples decide the "
-    "mean (see the "
-    "wide intervals in the picture). On chest x-rays it does not rank layers as on faces either (docs/layers.md)."
+    "One run tells neighbouring layers apart only where their intervals do (see the picture in "
+    "the output folder). The paper's faces (LFW, CelebA, PubFig) are not at hand. The sensitivity "
+    "divides by the range of an example's gradient in a layer: where an example is fitted well "
+    "its gradient is nearly 0, and a few such examples decide the mean (see the wide intervals in "
+    "the picture). On chest x-rays it does not rank layers as on faces either (docs/layers.md)."
 )
 DATA = "MNIST, task even/odd; half of the digits carry a grey bar, each client 1,000 digits"
 ROWS = (
@@ -210,7 +269,8 @@ ROWS = (
             f"mo-figure1-{network.lower()}",
             "mo",
             f"Figure 1, {network}",
-            f"V-information, sensitivity and the attack's AUC are all highest in layer {'/'.join(map(str, wanted))}",
+            "V-information, sensitivity and the attack's AUC are all highest in layer "
+            f"{'/'.join(map(str, wanted))}",
             DATA,
             lambda run, network=network: figure_1(run, network),  # type: ignore[misc]
             4,
@@ -224,8 +284,8 @@ ROWS = (
         "mo-figure2",
         "mo",
         "Figure 2",
-        "VGG11Net, task Glasses: Age, Gender and Hair are all told best by layer 9; AUC correlates with "
-        "V-information and sensitivity",
+        "VGG11Net, task Glasses: Age, Gender and Hair are all told best by layer 9; AUC "
+        "correlates with V-information and sensitivity",
         "MNIST, task even/odd; three planted properties",
         figure_2,
         8,
@@ -237,7 +297,8 @@ ROWS = (
         "mo-figure3",
         "mo",
         "Figure 3",
-        "whatever the task, the first dense layer has the highest normalised sensitivity, in AlexNet and VGG11Net",
+        "whatever the task, the first dense layer has the highest normalised sensitivity, in "
+        "AlexNet and VGG11Net",
         "MNIST, three tasks (even, at least five, has a loop), 40 digits",
         figure_3,
         4,

@@ -15,37 +15,42 @@ __all__ = ["PICTURES", "joined", "page", "with_earlier"]
 
 # The pictures on the page, with a description of the paper's own figure.
 PICTURES = {
-    "repro_hannun_figure2_mnist.png": "Hannun et al., Figure 2, MNIST: histograms of η by class. Theirs has two "
-    "modes as well, the digit 0 to the right.",
-    "repro_hannun_figure3_mnist.png": "Hannun et al., Figure 3, MNIST: smallest and largest η. Theirs are "
-    "typical ones and "
-    "idiosyncratic digits as well; 24 of the 100 largest are shared by both models, theirs and ours.",
-    "repro_hannun_figure5.png": "Hannun et al., Figure 5: deviation of η over iterations of IRFIL. Theirs falls to "
-    "nothing in a few iterations, too.",
-    "repro_hannun_figure6c.png": "Hannun et al., Figure 6c: white-box accuracy over η̄ for four penalties. Theirs "
-    "falls with η̄ along nearly one curve.",
-    "repro_hannun_figure7_iwpc_deciles.png": "Hannun et al., Figure 7b: white-box accuracy by decile of η. Theirs "
-    "rises steeply at first and is flat after ten iterations.",
-    "repro_guo_figure2.png": "Guo et al., Figure 2: bounds by digit. Theirs has Rényi DP's line at 0.1 and all "
-    "digits to the right of 1.",
-    "repro_guo_figure3.png": "Guo et al., Figure 3: bound against the attack's error. Theirs hugs the line at the "
-    "lower end, with some digits below it at the upper.",
-    "repro_guo_figure5_poisson.png": "Guo et al., Figure 5, MNIST: one run by torchfil's exact factors, from left to "
-    "right. Theirs shows one dot for each of 432 settings.",
+    "repro_hannun_figure2_mnist.png": "Hannun et al., Figure 2, MNIST: histograms of η by class. "
+    "Theirs has two modes as well, the digit 0 to the right.",
+    "repro_hannun_figure3_mnist.png": "Hannun et al., Figure 3, MNIST: smallest and largest η. "
+    "Theirs are typical ones and idiosyncratic digits as well; "
+    "24 of the 100 largest are shared by both models, theirs "
+    "and ours.",
+    "repro_hannun_figure5.png": "Hannun et al., Figure 5: deviation of η over iterations of "
+    "IRFIL. Theirs falls to nothing in a few iterations, too.",
+    "repro_hannun_figure6c.png": "Hannun et al., Figure 6c: white-box accuracy over η̄ for four "
+    "penalties. Theirs falls with η̄ along nearly one curve.",
+    "repro_hannun_figure7_iwpc_deciles.png": "Hannun et al., Figure 7b: white-box accuracy by "
+    "decile of η. Theirs rises steeply at first and is "
+    "flat after ten iterations.",
+    "repro_guo_figure2.png": "Guo et al., Figure 2: bounds by digit. Theirs has Rényi DP's line "
+    "at 0.1 and all digits to the right of 1.",
+    "repro_guo_figure3.png": "Guo et al., Figure 3: bound against the attack's error. Theirs hugs "
+    "the line at the lower end, with some digits below it at the upper.",
+    "repro_guo_figure5_poisson.png": "Guo et al., Figure 5, MNIST: one run by torchfil's exact "
+    "factors, from left to right. Theirs shows one dot for each "
+    "of 432 settings.",
     "repro_guo_figure5_theorem4.png": "The same run accounted by the paper's Theorem 4.",
-    "repro_guo_figure5_gpu.png": "Guo et al., Figure 5, MNIST, best accuracy: the example's recipe on a GPU, from left "
-    "to right. Theirs crosses 1 at 97 % with the largest dFIL, at 95 % with Rényi DP.",
-    "repro_guo_figure6_gpu.png": "Guo et al., Figure 6: photographs of highest and lowest dFIL. Theirs shows unusual "
-    "views above and typical ones below as well; here both rows are mostly planes and ships.",
-    "repro_plis_figure1.png": "The PLIS paper, Figure 1: three features, of which only the middle one is "
-    "informative. Theirs looks alike.",
+    "repro_guo_figure5_gpu.png": "Guo et al., Figure 5, MNIST, best accuracy: the example's "
+    "recipe on a GPU, from left to right. Theirs crosses 1 at 97 % "
+    "with the largest dFIL, at 95 % with Rényi DP.",
+    "repro_guo_figure6_gpu.png": "Guo et al., Figure 6: photographs of highest and lowest dFIL. "
+    "Theirs shows unusual views above and typical ones below as "
+    "well; here both rows are mostly planes and ships.",
+    "repro_plis_figure1.png": "The PLIS paper, Figure 1: three features, of which only the middle "
+    "one is informative. Theirs looks alike.",
     "repro_plis_figure2.png": "The PLIS paper, Figure 2: digits and an x-ray with their maps.",
-    "repro_plis_table1.png": "The PLIS paper, Figure 3: x-rays of low and high PLIS and what a gradient gives away, "
-    "without and with DP.",
-    "repro_mo_figure1_alexnet.png": "Mo et al., Figure 1, AlexNet: V-information, sensitivity and AUC by layer. All "
-    "three of theirs peak at layer 4, fc1.",
-    "repro_mo_figure2.png": "Mo et al., Figure 2: the attack's AUC by layer of VGG11Net, for three planted properties. "
-    "Theirs peaks in layer 9 for all three.",
+    "repro_plis_table1.png": "The PLIS paper, Figure 3: x-rays of low and high PLIS and what a "
+    "gradient gives away, without and with DP.",
+    "repro_mo_figure1_alexnet.png": "Mo et al., Figure 1, AlexNet: V-information, sensitivity and "
+    "AUC by layer. All three of theirs peak at layer 4, fc1.",
+    "repro_mo_figure2.png": "Mo et al., Figure 2: the attack's AUC by layer of VGG11Net, for "
+    "three planted properties. Theirs peaks in layer 9 for all three.",
 }
 OTHER = "other"
 ORDER = ("agrees", "agrees in part", "differs")
@@ -69,12 +74,19 @@ def with_earlier(rows: Sequence[Row], records: Mapping[str, Record]) -> dict[str
 
 
 def page(rows: Sequence[Row], records: Mapping[str, Record], *, pictures: str = "images/") -> str:
-    """Markdown: a summary, a table for each paper, reasons, pictures, every check, and the machines."""
+    """Markdown: a summary, a table for each paper, reasons, pictures, every check, and the
+    machines.
+    """
     found = with_earlier(rows, records)
     parts = [INTRODUCTION, _summary(rows, found), HOW]
     for paper, title in PAPERS.items():
         own = [row for row in rows if row.paper == paper]
-        parts += [f"## {title}", _table(own, found), _reasons(own, found), _pictures(paper, found, pictures)]
+        parts += [
+            f"## {title}",
+            _table(own, found),
+            _reasons(own, found),
+            _pictures(paper, found, pictures),
+        ]
     parts += ["## Every check", CHECKS, _checks(rows, found), "## Machines", _machines(found)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -112,19 +124,24 @@ hold, *in part* where some do, and *differs* where none does."""
 def _summary(rows: Sequence[Row], found: Mapping[str, Record]) -> str:
     """How many rows of each paper agree."""
     lines = [
-        "| paper | rows with a result | agree | agree in part | differ | … of these, stand-ins | not measured |",
+        "| paper | rows with a result | agree | agree in part | differ | … of these, stand-ins | "
+        "not measured |",
         "|---|---|---|---|---|---|---|",
     ]
     total: Counter[str] = Counter()
     for paper, title in PAPERS.items():
         own = [row for row in rows if row.paper == paper]
         counts = Counter(_kind(found[row.id]["verdict"]) for row in own if row.id in found)
-        counts["stand-ins"] = sum(found[row.id]["verdict"].startswith("stand-in") for row in own if row.id in found)
+        counts["stand-ins"] = sum(
+            found[row.id]["verdict"].startswith("stand-in") for row in own if row.id in found
+        )
         counts["not measured"] = sum(row.id not in found for row in own)
         total += counts
         lines.append(_summary_line(title.split(",")[0] if paper != "plis" else "PLIS 2022", counts))
     lines.append(_summary_line("**all**", total))
-    seconds = sum(record.get("processor_seconds", 0.0) for record in found.values() if not _on_gpu(record))
+    seconds = sum(
+        record.get("processor_seconds", 0.0) for record in found.values() if not _on_gpu(record)
+    )
     cited = sum("earlier" in record for record in found.values())
     earlier = "One result was" if cited == 1 else f"{cited} results were"
     return "\n".join(lines) + (
@@ -135,7 +152,12 @@ def _summary(rows: Sequence[Row], found: Mapping[str, Record]) -> str:
 
 def _summary_line(title: str, counts: Counter[str]) -> str:
     measured = sum(counts[kind] for kind in (*ORDER, OTHER))
-    cells = [measured, *(counts[kind] for kind in ORDER), counts["stand-ins"], counts["not measured"]]
+    cells = [
+        measured,
+        *(counts[kind] for kind in ORDER),
+        counts["stand-ins"],
+        counts["not measured"],
+    ]
     return f"| {title} | " + " | ".join(map(str, cells)) + " |"
 
 
@@ -153,7 +175,9 @@ def _table(rows: Sequence[Row], found: Mapping[str, Record]) -> str:
     for row in rows:
         record = found.get(row.id)
         cells = [f"**{row.item}**<br>`{row.id}`", row.theirs, *_cells(row, record)]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+        lines.append(
+            "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+        )
     return "\n".join(lines)
 
 
@@ -177,7 +201,11 @@ def _cells(row: Row, record: Record | None) -> list[str]:
 
 def _link(source: str) -> str:
     """A page of the documentation as a link, another file by its name."""
-    return f"[{source}]({source.removeprefix('docs/')})" if source.startswith("docs/") else f"`{source}`"
+    return (
+        f"[{source}]({source.removeprefix('docs/')})"
+        if source.startswith("docs/")
+        else f"`{source}`"
+    )
 
 
 def _reasons(rows: Sequence[Row], found: Mapping[str, Record]) -> str:
@@ -198,13 +226,19 @@ def _reasons(rows: Sequence[Row], found: Mapping[str, Record]) -> str:
             told.insert(0, f"Does not hold: {'; '.join(failed)}.")
         if told:
             lines.append(f"* **{row.item}** (`{row.id}`). " + " ".join(told))
-    return "**Differences, and settings that are not the papers':**\n\n" + "\n".join(lines) if lines else ""
+    return (
+        "**Differences, and settings that are not the papers':**\n\n" + "\n".join(lines)
+        if lines
+        else ""
+    )
 
 
 def _pictures(paper: str, found: Mapping[str, Record], folder: str) -> str:
     drawn = {name for record in found.values() for name in record["pictures"]}
     shown = [name for name in PICTURES if name in drawn and name.startswith(f"repro_{paper}_")]
-    return "\n\n".join(f"![{PICTURES[name].split(':')[0]}]({folder}{name})\n\n*{PICTURES[name]}*" for name in shown)
+    return "\n\n".join(
+        f"![{PICTURES[name].split(':')[0]}]({folder}{name})\n\n*{PICTURES[name]}*" for name in shown
+    )
 
 
 def _checks(rows: Sequence[Row], found: Mapping[str, Record]) -> str:
@@ -227,9 +261,14 @@ def _machines(found: Mapping[str, Record]) -> str:
     for key, records in groups.items():
         told: Json = json.loads(key)
         days = sorted({record["date"] for record in records})
-        parts = [f"{name} {value}" for name, value in told.items() if name not in ("device", "cores", "threads")]
+        parts = [
+            f"{name} {value}"
+            for name, value in told.items()
+            if name not in ("device", "cores", "threads")
+        ]
         lines.append(
-            f"* {told['device']}, {told['cores']} cores, {told['threads']} threads used; {', '.join(parts)}; "
-            f"{len(records)} rows, {days[0]}" + (f" to {days[-1]}" if len(days) > 1 else "")
+            f"* {told['device']}, {told['cores']} cores, {told['threads']} threads used; "
+            f"{', '.join(parts)}; {len(records)} rows, {days[0]}"
+            + (f" to {days[-1]}" if len(days) > 1 else "")
         )
     return "\n".join(lines)

@@ -29,9 +29,18 @@ def figure_1(run: Run) -> Outcome:
     results = [plis_regression.experiment(seed, **size) for seed in range(1 if run.tiny else SEEDS)]
     first = results[0].end
     figure = Figure(figsize=(5.2, 3), layout="constrained")
-    for axis, values, title in zip(figure.subplots(1, 2), (first.fil, first.plis), ("FIL", "PLIS"), strict=True):
-        colours = ["#D55E00" if column in plis_regression.INFORMATIVE else "#0072B2" for column in SHOWN_COLUMNS]
-        axis.bar([f"feature {column}" for column in SHOWN_COLUMNS], values[list(SHOWN_COLUMNS)], color=colours)
+    for axis, values, title in zip(
+        figure.subplots(1, 2), (first.fil, first.plis), ("FIL", "PLIS"), strict=True
+    ):
+        colours = [
+            "#D55E00" if column in plis_regression.INFORMATIVE else "#0072B2"
+            for column in SHOWN_COLUMNS
+        ]
+        axis.bar(
+            [f"feature {column}" for column in SHOWN_COLUMNS],
+            values[list(SHOWN_COLUMNS)],
+            color=colours,
+        )
         axis.set(title=title)
         axis.tick_params(axis="x", labelsize=7)
     figure.savefig(run.out / "repro_plis_figure1.png", dpi=80)
@@ -45,9 +54,15 @@ def figure_1(run: Run) -> Outcome:
     told = f"{ratios[0]:.0f} times (FIL) and {ratios[1]:.0f} times (PLIS)"
     checks = (
         check_that("ε at δ = 1e-3", "0.2", f"{epsilon:.3f}", "at most 0.2", epsilon <= 0.2),
-        check_that("feature 9 above 8 and 12", "in both metrics", told, "above both", min(ratios) > 1),
         check_that(
-            "uninformative features", "near zero in both", told, "feature 9 five times as high or more", min(ratios) > 5
+            "feature 9 above 8 and 12", "in both metrics", told, "above both", min(ratios) > 1
+        ),
+        check_that(
+            "uninformative features",
+            "near zero in both",
+            told,
+            "feature 9 five times as high or more",
+            min(ratios) > 5,
         ),
         check_that(
             "FIL and PLIS",
@@ -58,9 +73,9 @@ def figure_1(run: Run) -> Outcome:
         ),
     )
     here = (
-        f"feature 9 leaks {told} as much as the mean of 8 and 12; rank correlation over 20 features "
-        f"{min(correlations):.2f} to "
-        f"{max(correlations):.2f}, informative ones on top in {separated} of {len(results)} draws"
+        f"feature 9 leaks {told} as much as the mean of 8 and 12; rank correlation over 20 "
+        f"features {min(correlations):.2f} to {max(correlations):.2f}, informative ones on top in "
+        f"{separated} of {len(results)} draws"
     )
     return Outcome(here, checks, pictures=("repro_plis_figure1.png",))
 
@@ -75,7 +90,9 @@ def compared(run: Run) -> plis_mnist.Comparison:
 
 
 def figure_2_atypical(run: Run) -> Outcome:
-    """Are the digits with the highest PLIS atypical? Judged by whether the network classifies them correctly."""
+    """Are the digits with the highest PLIS atypical? Judged by whether the network classifies them
+    correctly.
+    """
     comparison = compared(run)
     plis_mnist.save_maps(
         comparison.readings,
@@ -94,8 +111,14 @@ def figure_2_atypical(run: Run) -> Outcome:
         right = (logits.argmax(1) == comparison.targets).float()
         order = score.argsort()
         tenth = max(1, len(order) // 10)
-        high, low = 100 * float(right[order[-tenth:]].mean()), 100 * float(right[order[:tenth]].mean())
-        told.append(f"{name}: {high:.0f} % of the tenth of highest PLIS told right, {low:.0f} % of that of lowest")
+        high, low = (
+            100 * float(right[order[-tenth:]].mean()),
+            100 * float(right[order[:tenth]].mean()),
+        )
+        told.append(
+            f"{name}: {high:.0f} % of the tenth of highest PLIS told right, {low:.0f} % of that "
+            "of lowest"
+        )
         checks.append(
             check_that(
                 f"{name}: digits of high PLIS",
@@ -115,13 +138,15 @@ def figure_2_outliers(run: Run) -> Outcome:
     predicted = comparison.auroc("non-private", "predicted").value
     rule = "AUROC of 500 x-rays against 500 digits above 0.9, x-rays under all ten labels"
     checks = tuple(
-        check_that(f"{name}: an x-ray", "high PLIS", f"AUROC {areas[name]:.3f}", rule, areas[name] > 0.9)
+        check_that(
+            f"{name}: an x-ray", "high PLIS", f"AUROC {areas[name]:.3f}", rule, areas[name] > 0.9
+        )
         for name in ("non-private", "private")
     )
     here = (
-        f"AUROC {areas['non-private']:.3f} (non-private), {areas['private']:.3f} (private); {predicted:.2f} where "
-        "the label is the "
-        f"predicted one, {areas['private, clipped']:.2f} by the clipped gradient's PLIS"
+        f"AUROC {areas['non-private']:.3f} (non-private), {areas['private']:.3f} (private); "
+        f"{predicted:.2f} where the label is the predicted one, {areas['private, clipped']:.2f} "
+        "by the clipped gradient's PLIS"
     )
     return Outcome(here, checks, {"areas": areas})
 
@@ -137,13 +162,22 @@ def figure_3_maps(run: Run) -> Outcome:
     epochs = 1 if run.tiny else 8
     plain = plis_mnist.train(mnist_cnn(2, activation=nn.GELU), images, labels, epochs=epochs)
     private = plis_mnist.train_privately(
-        mnist_cnn(2, activation=nn.GELU), images, labels, epochs=epochs, batch_size=min(500, len(images) // 2)
+        mnist_cnn(2, activation=nn.GELU),
+        images,
+        labels,
+        epochs=epochs,
+        batch_size=min(500, len(images) // 2),
     )
-    maps = {"non-DP": plain.plis().attribute(images, labels), "DP": private.plis().attribute(images, labels)}
+    maps = {
+        "non-DP": plain.plis().attribute(images, labels),
+        "DP": private.plis().attribute(images, labels),
+    }
 
     # How few pixels hold half of a map, compared with a map of white noise ("random").
     shares = {name: 100 * float(concentration(heat).median()) for name, heat in maps.items()}
-    random = 100 * float(concentration(torch.randn(50, 784, generator=torch.Generator().manual_seed(0))).median())
+    random = 100 * float(
+        concentration(torch.randn(50, 784, generator=torch.Generator().manual_seed(0))).median()
+    )
     test_images, _ = data.chest_xrays("test")
     told_sick = float((private.model(test_images).argmax(1) == 1).float().mean())
     _draw_xrays(run, images, maps)
@@ -177,7 +211,9 @@ def _draw_xrays(run: Run, images: Tensor, maps: dict[str, Tensor]) -> None:
     order = maps["non-DP"].flatten(1).norm(dim=1).argsort()
     figure = Figure(figsize=(5, 3.4), layout="constrained")
     axes = figure.subplots(2, 3)
-    for row, (example, label) in enumerate(((int(order[0]), "A: lowest PLIS"), (int(order[-1]), "B: highest PLIS"))):
+    for row, (example, label) in enumerate(
+        ((int(order[0]), "A: lowest PLIS"), (int(order[-1]), "B: highest PLIS"))
+    ):
         axes[row, 0].imshow(images[example, 0], cmap="gray")
         for axis, (name, heat) in zip(axes[row, 1:], maps.items(), strict=True):
             viz.show_map(images[example], heat[example], axis=axis)
@@ -193,7 +229,8 @@ ROWS = (
         "plis-figure1",
         "plis",
         "Figure 1",
-        "(ε, δ) = (0.2, 1e-3): feature 9 has high FIL and PLIS, features 8 and 12 near zero in both",
+        "(ε, δ) = (0.2, 1e-3): feature 9 has high FIL and PLIS, features 8 and 12 near zero in "
+        "both",
         "made-up table: 2,000 rows, 20 columns, 3 informative; three draws",
         figure_1,
         1.5,
@@ -231,8 +268,8 @@ ROWS = (
         1.5,
         ("pneumoniamnist",),
         stand_in="the paper's CNN is not described",
-        reason="At ε = 1 on 3,882 x-rays, 90 % of them with pneumonia, the private network learns the base rate "
-        "only. Its maps are "
-        "spread more widely than without DP, but half of ‖PLIS‖² still lies in fewer pixels than that of white noise.",
+        reason="At ε = 1 on 3,882 x-rays, 90 % of them with pneumonia, the private network learns "
+        "the base rate only. Its maps are spread more widely than without DP, but half of "
+        "‖PLIS‖² still lies in fewer pixels than that of white noise.",
     ),
 )

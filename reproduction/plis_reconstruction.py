@@ -1,4 +1,6 @@
-"""The PLIS paper, 2022: reconstruction from gradients (Table 1 and the second column of Figure 3)."""
+"""The PLIS paper, 2022: reconstruction from gradients (Table 1 and the second column of Figure
+3).
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,19 @@ XRAYS = "PneumoniaMNIST: 3,882 chest x-rays, 28 × 28"
 
 @lru_cache(maxsize=1)
 def inverted(run: Run) -> tuple[Tensor, Tensor, Json, dict[str, Tensor]]:
-    """Attacks on 90 x-rays through one untrained network (Geiping et al. 2020), on 21 of them also with DP noise."""
+    """Attacks on 90 x-rays through one untrained network (Geiping et al. 2020), on 21 of them also
+    with DP noise.
+    """
     images, labels = run.data("pneumoniamnist").chest_xrays()
     count, steps, few = (6, 2, 3) if run.tiny else (90, 400, 21)
     rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))[:count]
     options = argparse.Namespace(
-        noisy_images=few, steps=steps, restarts=1, total_variation=1e-4, noise_multiplier=1.0, chunk=37
+        noisy_images=few,
+        steps=steps,
+        restarts=1,
+        total_variation=1e-4,
+        noise_multiplier=1.0,
+        chunk=37,
     )
     record, guesses = attack_inversion.attack(images[rows], labels[rows], 0, options)
     return images[rows], labels[rows], record, guesses
@@ -53,8 +62,9 @@ def table_1(run: Run, measure: str, theirs: tuple[float, float]) -> Outcome:
         check_near("high PLIS", theirs[1], high[0], 0.05),
     )
     here = (
-        f"{low[0]:.3f} (lowest third) and {high[0]:.3f} (highest third), difference {difference[0]:.3f} "
-        f"[{difference[1]:.3f}, {difference[2]:.3f}]; the one of lowest PLIS {pair[0]:.3f}, of highest {pair[1]:.3f}"
+        f"{low[0]:.3f} (lowest third) and {high[0]:.3f} (highest third), difference "
+        f"{difference[0]:.3f} [{difference[1]:.3f}, {difference[2]:.3f}]; the one of lowest PLIS "
+        f"{pair[0]:.3f}, of highest {pair[1]:.3f}"
     )
     return Outcome(here, checks)
 
@@ -89,19 +99,31 @@ def figure_3_where(run: Run) -> Outcome:
 def figure_3_private(run: Run) -> Outcome:
     """With C = 1 and σ = 1: is anything reconstructed?"""
     images, _, record, guesses = inverted(run)
-    attack_inversion.save_images(images, guesses, record, argparse.Namespace(out=run.out, noise_multiplier=1.0))
+    attack_inversion.save_images(
+        images, guesses, record, argparse.Namespace(out=run.out, noise_multiplier=1.0)
+    )
     (run.out / "attack_inversion.png").replace(run.out / "repro_plis_table1.png")
     ssim = float(np.mean(record["noisy"]["ssim"]))
-    checks = (check_that("with DP", "no reconstruction possible", f"mean SSIM {ssim:.3f}", "below 0.1", ssim < 0.1),)
+    checks = (
+        check_that(
+            "with DP",
+            "no reconstruction possible",
+            f"mean SSIM {ssim:.3f}",
+            "below 0.1",
+            ssim < 0.1,
+        ),
+    )
     return Outcome(
-        f"mean SSIM {ssim:.3f} over {len(record['noisy']['ssim'])} x-rays", checks, pictures=("repro_plis_table1.png",)
+        f"mean SSIM {ssim:.3f} over {len(record['noisy']['ssim'])} x-rays",
+        checks,
+        pictures=("repro_plis_table1.png",),
     )
 
 
 UNTRAINED = (
-    "The paper attacks its trained network and reports one x-ray of either kind; here untrained networks are "
-    "attacked, 90 x-rays, 400 steps. "
-    "With 4,800 steps all x-rays are found, and the difference is gone (docs/attacks-networks.md)."
+    "The paper attacks its trained network and reports one x-ray of either kind; here untrained "
+    "networks are attacked, 90 x-rays, 400 steps. With 4,800 steps all x-rays are found, and the "
+    "difference is gone (docs/attacks-networks.md)."
 )
 
 
@@ -162,9 +184,8 @@ ROWS = (
         stand_in="untrained networks, thirds of 1,200 x-rays",
         reason=UNTRAINED,
         earlier=Earlier(
-            here="0.728 [0.721, 0.735] (lowest third) and 0.791 [0.785, 0.796] (highest third), difference 0.063 "
-            "[0.054, 0.071]; "
-            "HaarPSI 0.712 and 0.753",
+            here="0.728 [0.721, 0.735] (lowest third) and 0.791 [0.785, 0.796] (highest third), "
+            "difference 0.063 [0.054, 0.071]; HaarPSI 0.712 and 0.753",
             checks=(
                 check_that(
                     "x-rays of high PLIS",
@@ -178,9 +199,14 @@ ROWS = (
             ),
             device="one NVIDIA H200",
             source="docs/attacks-networks.md",
-            quotes=("0.728 [0.721, 0.735]", "0.791 [0.785, 0.796]", "**0.063 [0.054, 0.071]**", "0.712 and 0.753"),
-            command="python examples/attack_inversion.py --device cuda --images 1200 --networks 5 --seed 20 "
-            "--noisy-images 210",
+            quotes=(
+                "0.728 [0.721, 0.735]",
+                "0.791 [0.785, 0.796]",
+                "**0.063 [0.054, 0.071]**",
+                "0.712 and 0.753",
+            ),
+            command="python examples/attack_inversion.py --device cuda --images 1200 --networks 5 "
+            "--seed 20 --noisy-images 210",
         ),
     ),
 )

@@ -19,14 +19,25 @@ from reproduction.rows import Row, Run, verdict_of
 from torchfil import __version__
 from torchfil.utils.files import replaced_when_complete
 
-__all__ = ["Record", "earlier_record", "machine", "measured", "read_records", "record_path", "run_rows", "write_json"]
+__all__ = [
+    "Record",
+    "earlier_record",
+    "machine",
+    "measured",
+    "read_records",
+    "record_path",
+    "run_rows",
+    "write_json",
+]
 
 Record = Json
 PACKAGES = ("torch", "opacus", "numpy", "scikit-learn", "torchmetrics")
 
 
 def run_rows(rows: Sequence[Row], run: Run, *, again: bool = False) -> list[Record]:
-    """Measure rows without a record, one after the other; a failed row keeps its reason and is tried again next time.
+    """Measure rows without a record, one after the other.
+
+    A failed row keeps its reason and is tried again next time.
 
     Args:
         rows: The rows, in this order.
@@ -102,7 +113,11 @@ def earlier_record(row: Row) -> Record:
 
 def machine(device: str) -> Json:
     """The machine and the versions of the measurement."""
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{platform.machine()} CPU"
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.startswith("cuda")
+        else f"{platform.machine()} CPU"
+    )
     return {
         "device": name,
         "cores": os.cpu_count(),

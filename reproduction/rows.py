@@ -1,4 +1,6 @@
-"""A row of the reproduction page: what a paper reports, how it is measured here, and how agreement is judged."""
+"""A row of the reproduction page: what a paper reports, how it is measured here, and how agreement
+is judged.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,26 @@ from paper_data import SOURCES, PaperData
 
 from benchmarks.measuring import Json
 
-__all__ = ["PAPERS", "Check", "Earlier", "Outcome", "Row", "Run", "check_near", "check_that", "verdict_of"]
+__all__ = [
+    "PAPERS",
+    "Check",
+    "Earlier",
+    "Outcome",
+    "Row",
+    "Run",
+    "check_near",
+    "check_that",
+    "verdict_of",
+]
 
 PAPERS = {
-    "hannun": "Hannun, Guo and van der Maaten 2021, *Measuring Data Leakage in Machine-Learning Models with Fisher "
-    "Information*",
-    "guo": "Guo, Karrer, Chaudhuri and van der Maaten 2022, *Bounding Training Data Reconstruction in Private "
-    "(Deep) Learning*",
+    "hannun": "Hannun, Guo and van der Maaten 2021, *Measuring Data Leakage in Machine-Learning "
+    "Models with Fisher Information*",
+    "guo": "Guo, Karrer, Chaudhuri and van der Maaten 2022, *Bounding Training Data "
+    "Reconstruction in Private (Deep) Learning*",
     "plis": "the PLIS paper, 2022, on the *Privacy Loss-Input Susceptibility*",
-    "mo": "Mo et al. 2021, on quantifying the leakage of gradients (V-information and sensitivity by layer)",
+    "mo": "Mo et al. 2021, on quantifying the leakage of gradients (V-information and sensitivity "
+    "by layer)",
 }
 
 
@@ -49,7 +62,13 @@ def check_near(what: str, theirs: float, ours: float, within: float, digits: int
         True
     """
     rule = f"within {within:g}"
-    return Check(what, f"{theirs:.{digits}f}", f"{ours:.{digits + 1}f}", rule, bool(abs(ours - theirs) <= within))
+    return Check(
+        what,
+        f"{theirs:.{digits}f}",
+        f"{ours:.{digits + 1}f}",
+        rule,
+        bool(abs(ours - theirs) <= within),
+    )
 
 
 def check_that(what: str, theirs: str, ours: str, rule: str, holds: bool) -> Check:
@@ -111,7 +130,9 @@ class Run:
 
     def data(self, *names: str) -> PaperData:
         """These data sets: the real ones if they are on this machine, else stand-ins."""
-        return PaperData(*names, folder=self.out / "no data" if self.tiny else None, say=lambda line: None)
+        return PaperData(
+            *names, folder=self.out / "no data" if self.tiny else None, say=lambda line: None
+        )
 
     def missing(self, names: tuple[str, ...]) -> list[str]:
         """Which of these data sets are stand-ins, by their full names."""
@@ -152,7 +173,9 @@ class Row:
 
 
 def verdict_of(checks: tuple[Check, ...], *, stand_in: bool) -> str:
-    """Whether all, some or no checks hold; the text starts with "stand-in" for other data or a smaller run.
+    """Whether all, some or no checks hold.
+
+    The text starts with "stand-in" for other data or a smaller run.
 
     Example:
         >>> verdict_of((check_near("η", 1, 1, 0), check_near("η", 1, 2, 0)), stand_in=False)

@@ -40,7 +40,9 @@ class TinyTransformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 8)
-        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, activation="gelu", batch_first=True)
+        layer = nn.TransformerEncoderLayer(
+            8, 2, 12, dropout=0.0, activation="gelu", batch_first=True
+        )
         self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
         self.head = nn.Linear(8, 3)
 
@@ -76,7 +78,9 @@ class Case:
 
 def mlp(batch: int) -> Case:
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-    return Case(model, nn.CrossEntropyLoss(), torch.randn(batch, 5), torch.randint(3, (batch,)), C=1.4)
+    return Case(
+        model, nn.CrossEntropyLoss(), torch.randn(batch, 5), torch.randint(3, (batch,)), C=1.4
+    )
 
 
 def mnist_cnn(batch: int) -> Case:
@@ -94,7 +98,14 @@ def groupnorm_residual(batch: int) -> Case:
 
 def transformer(batch: int) -> Case:
     tokens, private = torch.randint(11, (batch, 4)), Private(submodule="embedding")
-    return Case(TinyTransformer(), nn.CrossEntropyLoss(), tokens, torch.randint(3, (batch,)), private, C=2.05)
+    return Case(
+        TinyTransformer(),
+        nn.CrossEntropyLoss(),
+        tokens,
+        torch.randint(3, (batch,)),
+        private,
+        C=2.05,
+    )
 
 
 def two_inputs(batch: int) -> Case:
@@ -104,7 +115,14 @@ def two_inputs(batch: int) -> Case:
 
 def private_target(batch: int) -> Case:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-    return Case(model, nn.MSELoss(), torch.randn(batch, 4), torch.randn(batch, 2), Private(target=True), C=2.0)
+    return Case(
+        model,
+        nn.MSELoss(),
+        torch.randn(batch, 4),
+        torch.randn(batch, 2),
+        Private(target=True),
+        C=2.0,
+    )
 
 
 MAKERS = (mlp, mnist_cnn, groupnorm_residual, transformer, two_inputs, private_target)
@@ -122,8 +140,12 @@ def build(name: str, batch: int, dtype: torch.dtype = torch.float64, seed: int =
             return leaf
         return leaf.to(DEVICE, dtype if leaf.is_floating_point() else leaf.dtype)
 
-    inputs = tuple(map(convert, case.inputs)) if isinstance(case.inputs, tuple) else convert(case.inputs)
-    return replace(case, model=case.model.to(DEVICE, dtype), inputs=inputs, targets=convert(case.targets))
+    inputs = (
+        tuple(map(convert, case.inputs)) if isinstance(case.inputs, tuple) else convert(case.inputs)
+    )
+    return replace(
+        case, model=case.model.to(DEVICE, dtype), inputs=inputs, targets=convert(case.targets)
+    )
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
@@ -133,7 +155,9 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
 
 
 def grouped(**options: Any) -> dict[str, Any]:
-    """Options of ``make_private`` with those of the accounting and of the execution put where they belong."""
+    """Options of ``make_private`` with those of the accounting and of the execution put where they
+    belong.
+    """
     from torchfil import Accounting, Execution
 
     def taken(kind: Any) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Mutations that the tests must catch: ``python -m tests.mutations`` plants each in a copy and runs tests on it.
+"""Mutations that the tests must catch: ``python -m tests.mutations`` plants each in a copy and runs
+tests on it.
 
-Each (mutations.toml) is a mistake that would make a privacy number wrong without an error: a sign, a factor, an
-off-by-one. The script prints what survived and exits with 1 if something did; ``--only NAME`` runs some of them,
-``--check`` only looks whether every place is still there.
+Each (mutations.toml) is a mistake that would make a privacy number wrong without an error: a sign,
+a factor, an off-by-one. The script prints what survived and exits with 1 if something did; ``--only
+NAME`` runs some of them, ``--check`` only looks whether every place is still there.
 """
 
 from __future__ import annotations
@@ -37,24 +38,45 @@ with open(Path(__file__).with_name("mutations.toml"), "rb") as file:
 
 
 def places_gone() -> list[str]:
-    """The mutations whose place the code no longer has, or has several times: adapt them to the code."""
+    """The mutations whose place the code no longer has, or has several times: adapt them to the
+    code.
+    """
     sources = {m.file: ROOT / "torchfil" / m.file for m in MUTATIONS}
     texts = {name: path.read_text() if path.exists() else "" for name, path in sources.items()}
     return [m.name for m in MUTATIONS if texts[m.file].count(m.right) != 1]
 
 
 def survives(mutation: Mutation, copy: Path) -> bool:
-    """Whether all tests pass with the mutation in the copy of the project, which is as before afterwards."""
+    """Whether all tests pass with the mutation in the copy of the project, which is as before
+    afterwards.
+    """
     path = copy / "torchfil" / mutation.file
     text = path.read_text()
     path.write_text(text.replace(mutation.right, mutation.wrong))
-    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "--no-header", "-p", "no:cacheprovider"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(copy),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-n",
+        "2",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+    ]
     try:
         for folder in mutation.tests:
             tests = [*command, "-m", "not slow and not long", f"tests/{folder}"]
             run = subprocess.run(tests, cwd=copy, env=environment, capture_output=True, text=True)
-            if run.returncode in (1, 2) and "\nFAILED " in run.stdout:  # 2: xdist stopped at the first failure
+            # 2: xdist stopped at the first failure
+            if run.returncode in (1, 2) and "\nFAILED " in run.stdout:
                 return False
             if run.returncode != 0:
                 sys.exit(f"the tests cannot run: {run.stdout[-2000:]}{run.stderr[-2000:]}")
@@ -75,7 +97,9 @@ def main() -> None:
     survivors = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "project"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "carry", "*.egg-info"))
+        shutil.copytree(
+            ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "carry", "*.egg-info")
+        )
         for mutation in MUTATIONS:
             if given.only is None or given.only in mutation.name:
                 survived = survives(mutation, copy)

@@ -1,4 +1,6 @@
-"""Small files in the formats of the papers' data sets, the real ones where they are at hand, and small stand-ins."""
+"""Small files in the formats of the papers' data sets, the real ones where they are at hand, and
+small stand-ins.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def write(path: Path, content: bytes) -> None:
 
 def idx(array: np.ndarray) -> bytes:
     """An array of bytes in the IDX format."""
-    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(
+        size.to_bytes(4, "big") for size in array.shape
+    )
     return header + array.astype(np.uint8).tobytes()
 
 
@@ -51,7 +55,15 @@ def few_made_up(monkeypatch: pytest.MonkeyPatch, digits: int, chests: int, strip
     """Stand-ins of few rows, forests of few trees: what is learned is not looked at."""
     ensemble = pytest.importorskip("sklearn.ensemble")
     forest = ensemble.RandomForestClassifier
-    monkeypatch.setattr(ensemble, "RandomForestClassifier", lambda trees, **options: forest(trees // 40, **options))
-    for name, count in (("made_digits", digits), ("made_chests", chests), ("made_stripes", stripes)):
+    monkeypatch.setattr(
+        ensemble, "RandomForestClassifier", lambda trees, **options: forest(trees // 40, **options)
+    )
+    for name, count in (
+        ("made_digits", digits),
+        ("made_chests", chests),
+        ("made_stripes", stripes),
+    ):
         whole = getattr(paper_data, name)
-        monkeypatch.setattr(paper_data, name, lambda split, w=whole, n=count: tuple(part[:n] for part in w(split)))
+        monkeypatch.setattr(
+            paper_data, name, lambda split, w=whole, n=count: tuple(part[:n] for part in w(split))
+        )

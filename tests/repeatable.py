@@ -1,4 +1,6 @@
-"""The one noise source that tests inject: noise and draws from torch's generators, so that runs can be repeated."""
+"""The one noise source that tests inject: noise and draws from torch's generators, so that runs can
+be repeated.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from torchfil.utils.noise import NoiseKind, NoiseSource, Seeded, noise_source
 
 
 class Repeatable(Seeded):
-    """Follows ``torch.manual_seed`` and the loader's generator; what reads its kind sees the usual one."""
+    """Follows ``torch.manual_seed`` and the loader's generator.
+
+    What reads its kind sees the usual one.
+    """
 
     kind: NoiseKind = "OS-seeded"
 
@@ -24,7 +29,9 @@ def repeatable(**options: Any) -> NoiseSource:
     """As :func:`noise_source`, but repeatable where nothing is chosen."""
     if options.get("secure") or options.get("seed") is not None or options.get("noise") is not None:
         return noise_source(**options)
-    return Repeatable(draws=options.get("draws"), device=options.get("device", "cpu"), rank=options.get("rank"))
+    return Repeatable(
+        draws=options.get("draws"), device=options.get("device", "cpu"), rank=options.get("rank")
+    )
 
 
 def inject() -> None:

@@ -1,4 +1,6 @@
-"""The benchmark's parts: what is timed is what it says, failures are told, and the page holds everything."""
+"""The benchmark's parts: what is timed is what it says, failures are told, and the page holds
+everything.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_the_papers_columns_are_those_of_the_clipped_jacobian() -> None:
     for unit in torch.eye(9):
         direction = unit.expand(6, 9)
         want = jacobian.matvec(direction).square().sum(dim=1)
-        torch.testing.assert_close(paper.clipped_column_norms(gradients, direction, 0.1), want, rtol=1e-3, atol=1e-7)
+        torch.testing.assert_close(
+            paper.clipped_column_norms(gradients, direction, 0.1), want, rtol=1e-3, atol=1e-7
+        )
 
 
 def test_all_methods_see_the_same_batches() -> None:
@@ -68,7 +72,11 @@ def test_the_command_writes_both_files(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_every_stage_of_many_examples_runs() -> None:
     found = many.many_examples([300], all_drawn=True)
-    assert found["details"][0]["bytes_an_example"] == found["details"][0]["bytes_an_example_drawn"] == 136
+    assert (
+        found["details"][0]["bytes_an_example"]
+        == found["details"][0]["bytes_an_example_drawn"]
+        == 136
+    )
     assert all(0 < gb[0] < 4 for gb in found["peak_gb"].values())
 
 

@@ -26,7 +26,13 @@ def run_file(path: Path, **changes: Any) -> Path:
     columns = {"fil": fil, "fil_error": fil / 10, "sampling_error": fil / 10, "mse_bound": fil**-2}
     columns |= {"mse_bound_low": 0.9 * fil**-2, "participations": np.ones(n, dtype=np.int64)}
     columns |= {"missed": np.zeros(n, dtype=np.int64), "squared_norm": fil, "epsilon": 2 * fil}
-    about = {"title": "a run", "epsilon": 2.5, "delta": 1e-5, "model": {"name": "Net"}, "mechanism": {"steps": 9}}
+    about = {
+        "title": "a run",
+        "epsilon": 2.5,
+        "delta": 1e-5,
+        "model": {"name": "Net"},
+        "mechanism": {"steps": 9},
+    }
     parts: dict[str, Any] = {"about": about, "ids": np.arange(n), "columns": columns, "groups": {}}
     return save(SavedRun(**{**parts, **changes}), path)
 
@@ -75,7 +81,9 @@ def test_report(tmp_path: Path) -> None:
     policy.write_text("min_mse_bound = 100.0\n")
     weights = tmp_path / "model.pt"
     weights.write_bytes(b"weights")
-    found = call("report", run, "-o", tmp_path / "page", "--quiet", "--policy", policy, "--weights", weights)
+    found = call(
+        "report", run, "-o", tmp_path / "page", "--quiet", "--policy", policy, "--weights", weights
+    )
     assert found.exit_code == 0, found.output
     page = Path(found.stdout.strip())
     assert page == tmp_path / "page" / "index.html"
@@ -83,10 +91,16 @@ def test_report(tmp_path: Path) -> None:
     assert "a run" in text_of(page, "first")
     for file in (run, policy, weights):
         assert hashlib.sha256(file.read_bytes()).hexdigest() in text_of(page, "decision")
-    assert call("report", run, "-o", tmp_path / "page", "--policy", tmp_path / "none.toml").exit_code == 2
+    assert (
+        call("report", run, "-o", tmp_path / "page", "--policy", tmp_path / "none.toml").exit_code
+        == 2
+    )
     assert "Do not release" in text_of(page, "verdict")  # what was there stays
     public = ("report", run, "-o", tmp_path / "public", "--redacted", "--min-group", 20, "--json")
-    assert json.loads(call(*public).stdout) == {"page": str(tmp_path / "public" / "index.html"), "redacted": True}
+    assert json.loads(call(*public).stdout) == {
+        "page": str(tmp_path / "public" / "index.html"),
+        "redacted": True,
+    }
 
 
 def test_mistakes_take_one_line(tmp_path: Path) -> None:
@@ -101,12 +115,20 @@ def test_mistakes_take_one_line(tmp_path: Path) -> None:
         (("inspect", other), "is cut short"),
         (("inspect", bare), "the run has no column 'fil'"),
         (("report", run, "-o", tmp_path / "report"), "is not replaced"),
-        (("report", run, "-o", tmp_path / "page", "--min-group", 20), "no effect without --redacted"),
+        (
+            ("report", run, "-o", tmp_path / "page", "--min-group", 20),
+            "no effect without --redacted",
+        ),
         (("demo", "-o", tmp_path), "thesis.txt"),
         (("demo", "--device", "abacus", "-o", tmp_path / "demo"), "device 'abacus'"),
     ):
         assert why in refused(*args)
-    assert {path.name for path in tmp_path.iterdir()} == {"run.parquet", "other.parquet", "bare.parquet", "report"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "run.parquet",
+        "other.parquet",
+        "bare.parquet",
+        "report",
+    }
     assert (tmp_path / "report" / "thesis.txt").read_text() == "years of work"
 
 

@@ -1,4 +1,6 @@
-"""``torchfil glm``: numbers as the library gives them, tables as people write them, one line for every mistake."""
+"""``torchfil glm``: numbers as the library gives them, tables as people write them, one line for
+every mistake.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ def rows(path: Path, n: int = 60, **columns: Any) -> Path:
     rng = np.random.default_rng(1)
     x = rng.normal(size=n)
     table = {"x": x, "y": 2 * x + rng.normal(size=n), **columns}
-    lines = [",".join(table), *(",".join(map(str, row)) for row in zip(*table.values(), strict=True))]
+    lines = [
+        ",".join(table),
+        *(",".join(map(str, row)) for row in zip(*table.values(), strict=True)),
+    ]
     path.write_text("\n".join(lines))
     return path
 
@@ -50,10 +55,19 @@ def rows(path: Path, n: int = 60, **columns: Any) -> Path:
 @pytest.fixture
 def patients(tmp_path: Path) -> Path:
     rng = np.random.default_rng(0)
-    gene, names = rng.choice(["CC", "CT", "TT"], 60), [f"p{i}" for i in range(58)] + ["=cmd()", "-7"]
+    gene, names = (
+        rng.choice(["CC", "CT", "TT"], 60),
+        [f"p{i}" for i in range(58)] + ["=cmd()", "-7"],
+    )
     grade, code = rng.integers(3, size=60), rng.integers(11, 14, size=60)
     dose = 20 + (gene == "TT") + grade + rng.normal(size=60)
-    columns = {"name": names, "age": rng.normal(size=60), "vkorc1": gene, "grade": grade, "cyp2c9": code}
+    columns = {
+        "name": names,
+        "age": rng.normal(size=60),
+        "vkorc1": gene,
+        "grade": grade,
+        "cyp2c9": code,
+    }
     return rows(tmp_path / "patients.csv", **columns, sex=rng.choice(["f", "m"], 60), dose=dose)
 
 
@@ -63,9 +77,27 @@ COMMON = ("--target", "dose", "--id", "name", "--ignore", "x,y,sex", "--categori
 def test_numbers_are_those_of_the_library(patients: Path, tmp_path: Path) -> None:
     """In the JSON, in the table of all rows, and in the saved run."""
     out, saved = tmp_path / "leakage.csv", tmp_path / "run.parquet"
-    asked = ("--private", "vkorc1,age", "--question", "vkorc1,age+0.5,dose-1,absent", "--group", "sex")
+    asked = (
+        "--private",
+        "vkorc1,age",
+        "--question",
+        "vkorc1,age+0.5,dose-1,absent",
+        "--group",
+        "sex",
+    )
     release = ("--no-intercept", "--l2", "0.1", "--sigma", "0.5")
-    data = result(patients, *COMMON, *asked, *release, "--out", out, "--save", saved, "--report", tmp_path / "page")
+    data = result(
+        patients,
+        *COMMON,
+        *asked,
+        *release,
+        "--out",
+        out,
+        "--save",
+        saved,
+        "--report",
+        tmp_path / "page",
+    )
     X, y = np.empty((60, 6)), np.empty(60)
     for row, entry in enumerate(csv.DictReader(patients.open())):
         X[row, :2] = float(entry["age"]), float(entry["grade"])
@@ -74,9 +106,15 @@ def test_numbers_are_those_of_the_library(patients: Path, tmp_path: Path) -> Non
         y[row] = float(entry["dose"])
 
     model, private = LinearRegression(l2=0.1).fit(X, y), {"vkorc1": [2, 3], "age": [0]}
-    questions: dict[str, Any] = {"vkorc1": NominalAttribute([2, 3], CODES), "age+0.5": Shift(0.5, 0)}
+    questions: dict[str, Any] = {
+        "vkorc1": NominalAttribute([2, 3], CODES),
+        "age+0.5": Shift(0.5, 0),
+    }
     questions |= {"dose-1": Shift(-1.0), "absent": Absent()}
-    eta, bound = model.fil(X, y, 0.5, attributes=private), model.mse_bound(X, y, 0.5, attributes=private)
+    eta, bound = (
+        model.fil(X, y, 0.5, attributes=private),
+        model.mse_bound(X, y, 0.5, attributes=private),
+    )
     expected = {f"{name}_fil": eta[name] for name in private}
     expected |= {f"{name}_error": np.sqrt(bound[name]) for name in private}
     run = load(saved)
@@ -91,19 +129,25 @@ def test_numbers_are_those_of_the_library(patients: Path, tmp_path: Path) -> Non
         written = list(csv.DictReader(file))
     for name, values in expected.items():
         assert [float(row[name]) for row in written] == pytest.approx(values.tolist())
-    assert [row["id"] for row in written[-3:]] == ["p57", "'=cmd()", "-7"]  # no formulas in spreadsheets
+    # no formulas in spreadsheets
+    assert [row["id"] for row in written[-3:]] == ["p57", "'=cmd()", "-7"]
     assert out.stat().st_mode & 0o777 == 0o600
     one_by_one = model.fil(X, y, 0.5, attributes={str(c): [c] for c in (0, 2, 3)}, kind="trace")
     square = sum((one_by_one[c] * X[:, int(c)].std()) ** 2 for c in one_by_one) / 3
     assert np.allclose(run.columns["mse_bound"], 1 / square)
-    assert [float(row["mse_bound"]) for row in written] == pytest.approx(run.columns["mse_bound"].tolist())
+    assert [float(row["mse_bound"]) for row in written] == pytest.approx(
+        run.columns["mse_bound"].tolist()
+    )
 
 
 @pytest.mark.parametrize("model", ["logistic", "poisson"])
 def test_other_models(tmp_path: Path, model: str) -> None:
     rng = np.random.default_rng(0)
     names = {"logistic": ["no", "yes"], "poisson": ["0", "3", "5"]}[model]
-    lines = [f"{x:.3f},{rng.choice(['u', 'v'])},{rng.choice(names)},p{i}" for i, x in enumerate(rng.normal(size=60))]
+    lines = [
+        f"{x:.3f},{rng.choice(['u', 'v'])},{rng.choice(names)},p{i}"
+        for i, x in enumerate(rng.normal(size=60))
+    ]
     path = tmp_path / "data.csv.gz"
     path.write_bytes(gzip.compress(("x,kind,label,name\n" + "\n".join(lines)).encode()))
     asked = ["--question", "label"] if model == "logistic" else []
@@ -134,26 +178,44 @@ def test_other_models(tmp_path: Path, model: str) -> None:
         ("a;y\n1,234;2\n2,500;3\n4,125;5\n", "", "is not a CSV file"),
         ("a;y\n1,234;2\n2,500;3\n4,125;5\n", "--separator ;", "'1,234' in row 0"),
         ("a;y\n1.234;2\n2,5;3\n4,1;5\n", "--separator ; --decimal ,", "'1.234' in row 0"),
-        ("größe,y\n1,2\n".encode("cp1252").decode("utf-8", "surrogateescape"), "", "--encoding cp1252"),
+        (
+            "größe,y\n1,2\n".encode("cp1252").decode("utf-8", "surrogateescape"),
+            "",
+            "--encoding cp1252",
+        ),
     ],
 )
 def test_mistakes(tmp_path: Path, content: str, options: str, message: str) -> None:
     path = tmp_path / "data.csv"
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
     words = [word.strip("'") for word in options.split()]
-    assert message in refused(*with_noise((path, *(words if "--target" in words else ["--target", "y", *words]))))
+    assert message in refused(
+        *with_noise((path, *(words if "--target" in words else ["--target", "y", *words])))
+    )
 
 
 @pytest.mark.parametrize(
     ("separator", "decimal", "encoding"),
-    [(",", ".", "utf-8-sig"), (";", ".", "cp1252"), (";", ",", "utf-16"), ("\t", ",", "cp1252"), ("|", ".", "utf-8")],
+    [
+        (",", ".", "utf-8-sig"),
+        (";", ".", "cp1252"),
+        (";", ",", "utf-16"),
+        ("\t", ",", "cp1252"),
+        ("|", ".", "utf-8"),
+    ],
 )
-def test_the_same_numbers_however_they_are_written(tmp_path: Path, separator: str, decimal: str, encoding: str) -> None:
+def test_the_same_numbers_however_they_are_written(
+    tmp_path: Path, separator: str, decimal: str, encoding: str
+) -> None:
     rng = np.random.default_rng(0)
     numbers, kinds = rng.normal(size=(40, 2)).round(4), rng.choice(["süß", "sauer"], 40)
     lines = [separator.join(["größe", "art", "y"])]
     for (size, y), kind in zip(numbers, kinds, strict=True):
-        lines.append(separator.join([f"{size:.4f}".replace(".", decimal), kind, f"{y:.4f}".replace(".", decimal)]))
+        lines.append(
+            separator.join(
+                [f"{size:.4f}".replace(".", decimal), kind, f"{y:.4f}".replace(".", decimal)]
+            )
+        )
     path = tmp_path / "a.csv"
     path.write_bytes("\r\n".join(lines).encode(encoding))
     found = read_table(path, "y", separator=separator, decimal=decimal, encoding=encoding)
@@ -164,8 +226,13 @@ def test_the_same_numbers_however_they_are_written(tmp_path: Path, separator: st
 
 def test_what_is_said_of_a_table_counts(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    path.write_text("name,a,note,y\np,1,,2\n,2,x,3\nr,?,x,3\ns,5,NA,4\nt,3,x,\n")  # only used columns count as missing
-    assert read_table(path, "y", ignore=["note"], id_column="name", drop_missing=True).ids == ["p", "", "s"]
+    # only used columns count as missing
+    path.write_text("name,a,note,y\np,1,,2\n,2,x,3\nr,?,x,3\ns,5,NA,4\nt,3,x,\n")
+    assert read_table(path, "y", ignore=["note"], id_column="name", drop_missing=True).ids == [
+        "p",
+        "",
+        "s",
+    ]
     path = rows(tmp_path / "b.csv", grade=["1", "2", "3", "4+"] * 15, kind=["a", "b", "7"] * 20)
     levels = read_table(path, "y", categorical=["grade"]).levels
     assert levels == {"grade": ("1", "2", "3", "4+"), "kind": ("7", "a", "b")}

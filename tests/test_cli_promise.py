@@ -1,4 +1,6 @@
-"""The command line's promise, over inputs that nobody would think of: an exit code, one line, never a traceback."""
+"""The command line's promise, over inputs that nobody would think of: an exit code, one line, never
+a traceback.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,18 @@ from tests.test_cli import call, run_file
 
 pytest.importorskip("sklearn")
 
-EXAMPLES = settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(
+    max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 ODD = ["", "1", "2.5", "1,5", "1e400", "nan", "?", '"', "a;b", "\t", "é", "\0", "x" * 300]
 LINES = st.lists(st.lists(st.sampled_from(ODD), min_size=2, max_size=3).map(",".join), max_size=12)
 
 
 def keeps_the_promise(*args: Any) -> None:
-    """Exit code 0, 1, 2 or 3; with 2 nothing but one line on standard error, without a traceback."""
+    """Exit code 0, 1, 2 or 3.
+
+    With 2 nothing but one line on standard error, without a traceback.
+    """
     found = call(*args)
     assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
     assert found.exit_code in (0, 1, 2, 3)

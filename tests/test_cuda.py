@@ -1,4 +1,6 @@
-"""What only a GPU can show: memory ceilings as the allocator sees them, and agreement with the CPU."""
+"""What only a GPU can show: memory ceilings as the allocator sees them, and agreement with the
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from tests.fisher.recorded_cases import Model
 from torchfil import PLIS, FILPrivacyEngine, fisher
 from torchfil.questions import Absent, Label
 
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 SETTINGS: dict[str, Any] = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
 
 
@@ -33,10 +38,18 @@ def made_private(
 ) -> tuple[Any, Any]:
     """An engine on the GPU, and its loader."""
     engine, module = FILPrivacyEngine(), module.cuda()
-    data = DataLoader(TensorDataset(x, y), batch_size=batch_size, generator=torch.Generator().manual_seed(1))
+    data = DataLoader(
+        TensorDataset(x, y), batch_size=batch_size, generator=torch.Generator().manual_seed(1)
+    )
     optimizer = torch.optim.SGD(module.parameters(), lr=lr)
     noise = torch.Generator("cuda").manual_seed(2)
-    given = {"criterion": nn.CrossEntropyLoss(), "noise_generator": noise, "seed": 3, **SETTINGS, **more}
+    given = {
+        "criterion": nn.CrossEntropyLoss(),
+        "noise_generator": noise,
+        "seed": 3,
+        **SETTINGS,
+        **more,
+    }
     return engine, engine.make_private(module, optimizer, data, **grouped(**given))[2]
 
 
@@ -46,7 +59,11 @@ def peak_bytes(max_memory: int, estimator: str) -> int:
     x, y = torch.rand(1024, 1, 28, 28, device="cuda"), torch.randint(10, (1024,), device="cuda")
 
     def trace(rows: slice) -> None:
-        options: dict[str, Any] = {"estimator": estimator, "num_probes": 2, "max_memory": max_memory}
+        options: dict[str, Any] = {
+            "estimator": estimator,
+            "num_probes": 2,
+            "max_memory": max_memory,
+        }
         fisher.fim_trace(model, nn.CrossEntropyLoss(), x[rows], y[rows], **SETTINGS, **options)
 
     trace(slice(0, 2))  # the libraries' own workspaces come with their first use
@@ -60,26 +77,38 @@ def peak_bytes(max_memory: int, estimator: str) -> int:
 
 @pytest.mark.parametrize("estimator", ["weight-probes", "exact"])
 def test_peak_memory_follows_the_ceiling(estimator: str) -> None:
-    """Activations come on top of max_memory: a few times the inputs of the chunk, which shrink with it."""
+    """Activations come on top of max_memory: a few times the inputs of the chunk, which shrink with
+    it.
+    """
     small, large = peak_bytes(32 * 2**20, estimator), peak_bytes(512 * 2**20, estimator)
-    print(f"{estimator}: peak {small / 2**20:.0f} MiB under 32 MiB, {large / 2**20:.0f} MiB under 512 MiB")
+    print(
+        f"{estimator}: peak {small / 2**20:.0f} MiB under 32 MiB, {large / 2**20:.0f} MiB under "
+        "512 MiB"
+    )
     assert small < 3 * 32 * 2**20
     assert large < 3 * 512 * 2**20
     assert small < large / 3
-    assert peak_bytes(256 * 2**20, "exact") < 4 * 256 * 2**20  # 784 columns of 30,762 numbers, 92 MiB, in blocks
+    # 784 columns of 30,762 numbers, 92 MiB, in blocks
+    assert peak_bytes(256 * 2**20, "exact") < 4 * 256 * 2**20
 
 
 @pytest.mark.vision
 @pytest.mark.parametrize("ceiling", [8 * 10**9, 2 * 10**9])
 def test_a_plis_map_of_a_resnet18_with_group_norm_keeps_its_ceiling(ceiling: int) -> None:
-    """Batch 64 at 224×224, as the allocator sees it: below 8 GB by default, and below a smaller ceiling."""
+    """Batch 64 at 224×224, as the allocator sees it: below 8 GB by default, and below a smaller
+    ceiling.
+    """
     torchvision = pytest.importorskip("torchvision")
     torch.manual_seed(0)
     gc.collect()
     of_other_tests = torch.cuda.memory_allocated()
-    model = torchvision.models.resnet18(norm_layer=lambda channels: nn.GroupNorm(8, channels), num_classes=10).cuda()
+    model = torchvision.models.resnet18(
+        norm_layer=lambda channels: nn.GroupNorm(8, channels), num_classes=10
+    ).cuda()
     x, y = torch.rand(64, 3, 224, 224, device="cuda"), torch.randint(10, (64,), device="cuda")
-    plis = PLIS(model, nn.CrossEntropyLoss(), noise_std=1.0, max_grad_norm=1.0, max_memory=ceiling // 2)
+    plis = PLIS(
+        model, nn.CrossEntropyLoss(), noise_std=1.0, max_grad_norm=1.0, max_memory=ceiling // 2
+    )
     plis.attribute(x[:2], y[:2])
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -94,8 +123,14 @@ def test_a_plis_map_of_a_resnet18_with_group_norm_keeps_its_ceiling(ceiling: int
 @pytest.mark.parametrize("private", [False, True])
 def test_plis_agrees_with_the_cpu(private: bool) -> None:
     torch.manual_seed(0)
-    model, x, y = zoo.mnist_cnn().double(), torch.rand(8, 1, 28, 28).double(), torch.randint(10, (8,))
-    options: dict[str, Any] = {"noise_std": 0.5, "max_grad_norm": 1.0, "clip": "gelu"} if private else {}
+    model, x, y = (
+        zoo.mnist_cnn().double(),
+        torch.rand(8, 1, 28, 28).double(),
+        torch.randint(10, (8,)),
+    )
+    options: dict[str, Any] = (
+        {"noise_std": 0.5, "max_grad_norm": 1.0, "clip": "gelu"} if private else {}
+    )
     on_gpu = copy.deepcopy(model).cuda()
     want, got = (PLIS(m, nn.CrossEntropyLoss(), **options) for m in (model, on_gpu))
     for _ in range(4):  # eager, captured, replayed with other images and weights
@@ -110,7 +145,9 @@ def test_plis_agrees_with_the_cpu(private: bool) -> None:
 
 @pytest.mark.parametrize("module", [nn.Linear(5, 3), looks()])
 def test_a_step_falls_back_by_itself(module: nn.Module) -> None:
-    """With a graph, without one, and after a capture that failed: the same weights, and random numbers go on."""
+    """With a graph, without one, and after a capture that failed: the same weights, and random
+    numbers go on.
+    """
     results, x = [], torch.randn(40, 5, generator=torch.Generator().manual_seed(0)).double()
     for graphs in (True, False):
         model = copy.deepcopy(module).double()
@@ -118,7 +155,9 @@ def test_a_step_falls_back_by_itself(module: nn.Module) -> None:
         for batch in loader:
             engine.train_step(*batch)
         torch.rand(3, device="cuda")
-        results.append((torch.cat([p.detach().flatten() for p in model.parameters()]), engine.get_fil().value))
+        results.append(
+            (torch.cat([p.detach().flatten() for p in model.parameters()]), engine.get_fil().value)
+        )
     assert relative_error(results[0][0], results[1][0]) < 1e-10
     assert relative_error(results[0][1], results[1][1]) < 1e-8
 
@@ -156,9 +195,18 @@ def test_questions_in_a_captured_pass() -> None:
 
     def divergences(graphs: bool) -> Tensor:
         torch.manual_seed(0)
-        model, x, y = zoo.mnist_cnn().double(), torch.rand(96, 1, 28, 28).double(), torch.randint(10, (96,))
+        model, x, y = (
+            zoo.mnist_cnn().double(),
+            torch.rand(96, 1, 28, 28).double(),
+            torch.randint(10, (96,)),
+        )
         asked = {"label": Label(3), "member": Absent()}
-        options: dict[str, Any] = {"num_probes": 1, "cuda_graphs": graphs, "questions": asked, "max_grad_norm": 0.5}
+        options: dict[str, Any] = {
+            "num_probes": 1,
+            "cuda_graphs": graphs,
+            "questions": asked,
+            "max_grad_norm": 0.5,
+        }
         engine, loader = made_private(model, x.cuda(), y.cuda(), 24, **options)
         for batch in itertools.chain(loader, loader):
             engine.train_step(*batch)
@@ -175,7 +223,9 @@ def test_a_run_that_fits_once_resumes(tmp_path: Path) -> None:
         module: Any = nn.Sequential(nn.Linear(1024, 8192), nn.Tanh(), nn.Linear(8192, 10)).cuda()
         engine, data = FILPrivacyEngine(), DataLoader(TensorDataset(x, y), batch_size=8)
         adam: Any = torch.optim.Adam(module.parameters(), 1e-3)
-        model, adam, data = engine.make_private(module, adam, data, criterion=nn.CrossEntropyLoss(), **SETTINGS)
+        model, adam, data = engine.make_private(
+            module, adam, data, criterion=nn.CrossEntropyLoss(), **SETTINGS
+        )
         return engine, data, {"module": model, "optimizer": adam}
 
     engine, data, parts = made()

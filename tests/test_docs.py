@@ -20,14 +20,18 @@ PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "examples").glob("*.m
 PAGES += [*(ROOT / "benchmarks").glob("*.md")]
 NOT_INSTALLED = ("lightning", "huggingface")  # integrations, described without what they integrate
 DIRECTIVE = re.compile(r"^\.\. automodule:: (\S+)\n((?:   :.*\n)*)", flags=re.MULTILINE)
-ONE_NAME = re.compile(r"^\.\. (?:auto(?:class|function|exception)|py:module):: (\S+)$", flags=re.MULTILINE)
+ONE_NAME = re.compile(
+    r"^\.\. (?:auto(?:class|function|exception)|py:module):: (\S+)$", flags=re.MULTILINE
+)
 
 
 def _anchors(page: Path) -> set[str]:
     """Of its headings, as GitHub and MyST make them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#{1,3} (.*)$", text, flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -41,7 +45,9 @@ def test_relative_links_of_pages_resolve(page: Path) -> None:
 
 
 def _documented() -> dict[str, list[object]]:
-    """What the API pages show, by name: the members that a directive names, or all that its module offers."""
+    """What the API pages show, by name: the members that a directive names, or all that its module
+    offers.
+    """
     shown: dict[str, list[object]] = {}
     for page in (DOCS / "api").glob("*.md"):
         for name, options in DIRECTIVE.findall(page.read_text()):
@@ -55,18 +61,28 @@ def _documented() -> dict[str, list[object]]:
                 shown.setdefault(attribute, []).append(getattr(module, attribute))
     for path in _named():
         attribute = path.rpartition(".")[2]
-        shown.setdefault(attribute, []).append(operator.attrgetter(path.partition(".")[2])(torchfil))
+        shown.setdefault(attribute, []).append(
+            operator.attrgetter(path.partition(".")[2])(torchfil)
+        )
     return shown
 
 
 def _named() -> set[str]:
     """The names that have a directive and an anchor of their own: ``torchfil.FILPrivacyEngine``."""
-    return {name for page in (DOCS / "api").glob("*.md") for name in ONE_NAME.findall(page.read_text())}
+    return {
+        name for page in (DOCS / "api").glob("*.md") for name in ONE_NAME.findall(page.read_text())
+    }
 
 
 def _public_modules() -> list[str]:
-    """torchfil and its folders and modules that a user imports from; ``cli`` has a page of its own."""
-    names = [info.name for info in pkgutil.iter_modules(torchfil.__path__) if not info.name.startswith("_")]
+    """torchfil and its folders and modules that a user imports from; ``cli`` has a page of its
+    own.
+    """
+    names = [
+        info.name
+        for info in pkgutil.iter_modules(torchfil.__path__)
+        if not info.name.startswith("_")
+    ]
     return ["torchfil", *(f"torchfil.{name}" for name in names if name not in ("cli", "utils"))]
 
 
@@ -78,6 +94,7 @@ def test_every_public_name_is_in_the_api_reference(name: str) -> None:
     missing = [
         public
         for public, value in values.items()
-        if not isinstance(value, ModuleType) and not any(value is other for other in shown.get(public, []))
+        if not isinstance(value, ModuleType)
+        and not any(value is other for other in shown.get(public, []))
     ]
     assert not missing, f"{name}: not in docs/api"

@@ -1,4 +1,6 @@
-"""What newcomers are told about the likeliest mistakes, and refusals that Opacus's users know how to catch."""
+"""What newcomers are told about the likeliest mistakes, and refusals that Opacus's users know how
+to catch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
     ("make_private", {"frobnicate": 1}, "'frobnicate'"),
     ("make_private_with_epsilon", {**EPSILON, "probes": 3}, "did you mean 'num_probes'"),
     ("make_private_with_epsilon", {**EPSILON, "noise_multiplier": 1.0}, "'noise_multiplier'"),
-    ("make_private_with_bound", {"epochs": 2, "target_mse_bound": 3, "noise_multiplier": 1}, "'noise_multiplier'"),
+    (
+        "make_private_with_bound",
+        {"epochs": 2, "target_mse_bound": 3, "noise_multiplier": 1},
+        "'noise_multiplier'",
+    ),
 ]
 
 
@@ -46,7 +52,11 @@ def test_an_unknown_option_is_refused(called: str, options: dict[str, Any], noun
 @pytest.mark.parametrize("given", [data(24).tensors, data(24), map(tuple, ())])
 def test_what_is_no_loader_is_refused(given: Any) -> None:
     """Also the loaders of Fabric and WebDataset, which look like torch's."""
-    methods = {"make_private": {}, "make_private_with_epsilon": EPSILON, "make_private_with_bound": {"epochs": 1}}
+    methods = {
+        "make_private": {},
+        "make_private_with_epsilon": EPSILON,
+        "make_private_with_bound": {"epochs": 1},
+    }
     for called, options in methods.items():
         with pytest.raises(TypeError, match=f"Got {type(given).__name__}.*DataLoader"):
             private(called, given, **options)
@@ -67,7 +77,9 @@ def test_a_run_without_delta_folders_or_questions(tmp_path: Path) -> None:
         engine.save_checkpoint(path=path, **parts)
         engine.load_checkpoint(path=path, **parts)
     assert call("report", saved, "-o", tmp_path / "i" / "j" / "page").exit_code == 0
-    assert call("compare", saved, saved, "-o", tmp_path / "k" / "l" / "compared.html").exit_code == 0
+    assert (
+        call("compare", saved, saved, "-o", tmp_path / "k" / "l" / "compared.html").exit_code == 0
+    )
     assert (tmp_path / "k" / "l" / "compared.html").stat().st_mode & 0o777 == 0o600
     assert "Not a directory" in refused("report", saved, "-o", saved / "page")
 
@@ -79,7 +91,10 @@ def test_a_run_without_delta_folders_or_questions(tmp_path: Path) -> None:
 
 
 def test_the_engines_refusal_is_opacus_error_too() -> None:
-    """A frozen BatchNorm passes Opacus's check in eval mode; put into training, the engine refuses it at the step."""
+    """A frozen BatchNorm passes Opacus's check in eval mode.
+
+    Put into training, the engine refuses it at the step.
+    """
     norm = nn.BatchNorm1d(4).requires_grad_(False).eval()
     module = nn.Sequential(nn.Linear(5, 4), norm, nn.Tanh(), nn.Linear(4, 3)).double()
     _, _, model, optimizer, loader = make(module=module, poisson_sampling=False)

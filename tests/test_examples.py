@@ -30,7 +30,8 @@ QUICK = {
     "huggingface_leakage": "--epochs 1 --examples 40",
     "layer_sensitivity": "--out {out}",
     "lightning_leakage": "--epochs 1",
-    "mnist_dpsgd": "--out {out} --device cpu --batch 20 --steps 3 --looks 2 --amplifications poisson",
+    "mnist_dpsgd": "--out {out} --device cpu --batch 20 --steps 3 --looks 2 --amplifications "
+    "poisson",
     "plis_mnist": "--out {out}",
     "plis_regression": "--out {out} --seeds 1",
     "plis_xrays": "--out {out}",
@@ -38,9 +39,14 @@ QUICK = {
     "text_leakage": "--out {out} --notes 40 --epochs 1 --batch 12",
 }
 SLOW = {"attack_glm_reconstruction", "glm_table1", "plis_mnist"}  # they draw many pictures
-SLOW |= {"attack_membership", "attack_property", "layer_sensitivity", "text_leakage"}  # they train many models
+# they train many models
+SLOW |= {"attack_membership", "attack_property", "layer_sensitivity", "text_leakage"}
 SLOW |= {"plis_regression", "plis_xrays", "attack_glm_attributes", "questions_iwpc"}
-NEEDS = {"attack_inversion": "torchmetrics", "huggingface_leakage": "transformers", "lightning_leakage": "lightning"}
+NEEDS = {
+    "attack_inversion": "torchmetrics",
+    "huggingface_leakage": "transformers",
+    "lightning_leakage": "lightning",
+}
 
 
 @pytest.mark.filterwarnings("ignore:An input array is constant")  # so few rounds

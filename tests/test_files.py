@@ -1,4 +1,6 @@
-"""Files and folders on a full disk, of processes that were killed, and of several that write at once."""
+"""Files and folders on a full disk, of processes that were killed, and of several that write at
+once.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from torchfil.utils.files import replaced_when_complete, temporary_beside, write
 
 @contextlib.contextmanager
 def killed_while_writing(path: Path, *, folder: bool = False) -> Iterator[None]:
-    """Inside, another process is in the middle of writing ``path`` (a folder: has moved it away); then it is killed."""
+    """Inside, another process is in the middle of writing ``path`` (a folder: has moved it away).
+
+    Then it is killed.
+    """
     ready, tell = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,6 @@
-"""What a divergence means for attackers: closed forms, properties, and attackers of simulated transcripts."""
+"""What a divergence means for attackers: closed forms, properties, and attackers of simulated
+transcripts.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_expected_posterior_solves_its_equations(divergence: float, prior: float
 
 def test_mixture() -> None:
     priors = [0.2, 0.3, 0.5]
-    got = guessing.divergence_from_mixture([[0.0, 0.0, 0.0], [0.0, INFINITY, INFINITY], [0.0, 1.0, 2.0]], priors)
+    got = guessing.divergence_from_mixture(
+        [[0.0, 0.0, 0.0], [0.0, INFINITY, INFINITY], [0.0, 1.0, 2.0]], priors
+    )
     last = -math.log(0.2 + 0.3 * math.exp(-1) + 0.5 * math.exp(-2))
     np.testing.assert_allclose(got, [0, -math.log(0.2), last], atol=1e-15)
     by_row = guessing.divergence_from_mixture([[0.0, 1.0], [0.0, 1.0]], [[1.0, 0.0], [0.0, 1.0]])
@@ -68,7 +72,12 @@ def test_mixture() -> None:
 
 
 def test_fano_is_the_textbook_inequality() -> None:
-    for information, prior in ((0.3, [0.25] * 4), (0.2, [0.6, 0.3, 0.1]), (0.05, [0.9, 0.1, 0.0]), (0.4, [0.5, 0.5])):
+    for information, prior in (
+        (0.3, [0.25] * 4),
+        (0.2, [0.6, 0.3, 0.1]),
+        (0.05, [0.9, 0.1, 0.0]),
+        (0.4, [0.5, 0.5]),
+    ):
         probabilities = [p for p in prior if p > 0]
         entropy, m = float(special.entr(probabilities).sum()), len(probabilities)
 
@@ -88,7 +97,9 @@ def test_fano_is_the_textbook_inequality() -> None:
 
 
 class Transcripts(NamedTuple):
-    """Log likelihoods of sampled transcripts, [answers it was drawn from, runs, answers], over noise alone."""
+    """Log likelihoods of sampled transcripts, [answers it was drawn from, runs, answers], over
+    noise alone.
+    """
 
     scores: Tensor
     divergences: Tensor  # KL(P_a ‖ P_b), [answers, answers]
@@ -126,7 +137,9 @@ PAIRS = [(0, 1), (1, 0), (0, 2), (2, 1)]
 @pytest.mark.parametrize(("true", "other"), PAIRS)
 def test_best_attacker_keeps_to_the_bounds(transcripts: Transcripts, true: int, other: int) -> None:
     divergence = transcripts.divergences[true, other].item()
-    under_true, under_other = (transcripts.scores[a, :, true] - transcripts.scores[a, :, other] for a in (true, other))
+    under_true, under_other = (
+        transcripts.scores[a, :, true] - transcripts.scores[a, :, other] for a in (true, other)
+    )
     runs = len(under_true)
     mean, error = mean_and_error(under_true)
     assert mean == pytest.approx(divergence, abs=4 * error)
@@ -142,8 +155,13 @@ def test_best_attacker_keeps_to_the_bounds(transcripts: Transcripts, true: int, 
 
     for prior in (0.05, 0.39, 0.5, 0.9):
         logit = math.log(prior / (1 - prior))
-        right = prior * (under_true > -logit).double().mean() + (1 - prior) * (under_other <= -logit).double().mean()
-        assert right.item() - 4 / math.sqrt(runs) <= guessing.largest_success(divergence, prior).item()
+        right = (
+            prior * (under_true > -logit).double().mean()
+            + (1 - prior) * (under_other <= -logit).double().mean()
+        )
+        assert (
+            right.item() - 4 / math.sqrt(runs) <= guessing.largest_success(divergence, prior).item()
+        )
         mean, error = mean_and_error(torch.sigmoid(logit + under_true))
         assert mean - 4 * error <= guessing.expected_posterior_bound(divergence, prior).item()
         assert mean >= prior - 4 * error
@@ -157,21 +175,27 @@ def test_several_answers(transcripts: Transcripts, priors: list[float]) -> None:
     scores = transcripts.scores + prior.log()
     mixture = guessing.divergence_from_mixture(transcripts.divergences, prior)
     information, success, variance = 0.0, 0.0, 0.0
-    named = torch.nn.functional.one_hot(scores.argmax(dim=-1), 3).double().mean(dim=1)  # [true, named]
+    # [true, named]
+    named = torch.nn.functional.one_hot(scores.argmax(dim=-1), 3).double().mean(dim=1)
     overall = prior @ named
     for answer in range(3):
         to_mixture = transcripts.scores[answer, :, answer] - torch.logsumexp(scores[answer], dim=-1)
         mean, error = mean_and_error(to_mixture)
         assert mean - 4 * error <= mixture[answer].item()
 
-        bound = guessing.largest_naming_rate(transcripts.divergences[answer], prior, overall[answer])
+        bound = guessing.largest_naming_rate(
+            transcripts.divergences[answer], prior, overall[answer]
+        )
         assert named[answer, answer].item() - 4 / math.sqrt(len(to_mixture)) <= bound.item()
         information += priors[answer] * mean
         success += priors[answer] * named[answer, answer].item()
         variance += (priors[answer] * error) ** 2
 
-    # the maximum a posteriori names best; the true information is below its bound, and so is what Fano makes of it
-    assert success - 0.01 <= guessing.fano_success(information + 4 * math.sqrt(variance), prior).item()
+    # the maximum a posteriori names best; the true information is below its bound, and so is what
+    # Fano makes of it
+    assert (
+        success - 0.01 <= guessing.fano_success(information + 4 * math.sqrt(variance), prior).item()
+    )
     assert information - 4 * math.sqrt(variance) <= (prior @ mixture).item()
 
 
@@ -191,7 +215,9 @@ def test_guess_among_several() -> None:
     want = guessing.divergence_from_mixture([[0.0, 0.1, 0.4], [0.0, 0.2, INFINITY]], priors)
     assert guess.mixture_divergence(priors).equal(want)
     assert guess.mixture_divergence(priors.expand(2, 3)).equal(want)
-    assert guess.several(priors, [0.5, 0.1])[:, 1].equal(guessing.largest_true_positive_rate(want, 0.1))
+    assert guess.several(priors, [0.5, 0.1])[:, 1].equal(
+        guessing.largest_true_positive_rate(want, 0.1)
+    )
 
 
 def test_what_is_refused() -> None:

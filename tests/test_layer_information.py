@@ -17,7 +17,9 @@ def _noise(seed: int, n: int = 120, features: int = 10) -> tuple[np.ndarray, np.
     return generator.normal(size=(n, features)), generator.integers(2, size=n)
 
 
-@pytest.mark.parametrize(("seeds", "largest"), [(8, 0.04), pytest.param(30, 0.02, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("seeds", "largest"), [(8, 0.04), pytest.param(30, 0.02, marks=pytest.mark.slow)]
+)
 def test_an_independent_property_gives_nothing(seeds: int, largest: float) -> None:
     covered, values = [], []
     for seed in range(seeds):
@@ -25,7 +27,8 @@ def test_an_independent_property_gives_nothing(seeds: int, largest: float) -> No
         table = v_information({"layer": X}, p, seed=seed)
         covered.append(table.low[0] <= 0 <= table.high[0])
         values.append(table.value[0])
-    assert np.mean(covered) >= 0.85  # nominal 0.95; the training half's chance is not in the interval
+    # nominal 0.95; the training half's chance is not in the interval
+    assert np.mean(covered) >= 0.85
     assert abs(np.mean(values)) < largest
     X, p = _noise(0, features=400)  # far more features than examples
     assert abs(v_information({"layer": X}, p).value[0]) < 0.05

@@ -1,4 +1,6 @@
-"""Gradients by layer, how each moves with the input against the full Jacobian, and the table of a number for each."""
+"""Gradients by layer, how each moves with the input against the full Jacobian, and the table of a
+number for each.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ def small_case(name: str, n: int = 3) -> tuple[nn.Module, Any, Tensor, Tensor]:
         cases: dict[str, tuple[nn.Module, Tensor]] = {
             "small_alexnet": (zoo.small_alexnet(3, 1, 8), torch.rand(n, 1, 8, 8)),
             "fcnet": (zoo.fcnet(3, 5, width=4), torch.randn(n, 5)),
-            "token_transformer": (zoo.token_transformer(3, 7, 4, width=4, heads=2, depth=2), torch.randint(7, (n, 4))),
+            "token_transformer": (
+                zoo.token_transformer(3, 7, 4, width=4, heads=2, depth=2),
+                torch.randint(7, (n, 4)),
+            ),
             "regression": (zoo.fcnet(2, 4, width=3, depth=3), torch.randn(n, 4)),
         }
         model, x = cases[name]
@@ -62,14 +67,18 @@ def test_layer_gradients_are_autograds(name: str) -> None:
 
 def test_the_table_is_read_and_drawn() -> None:
     value = np.array([math.inf, 12.5])
-    table = LayerTable(("", "conv1"), value, 0.9 * value, 1.2 * value, 0.05 * value, "measure", "unit")
+    table = LayerTable(
+        ("", "conv1"), value, 0.9 * value, 1.2 * value, 0.05 * value, "measure", "unit"
+    )
     assert str(table).splitlines()[3].split() == ["conv1", "12.5", "11.2", "15"]
     figure = table.plot()
     assert [text.get_text() for text in figure.axes[0].texts] == ["inf"]
     assert len(figure.axes[0].patches) == 1
 
 
-def _brute_force(model: nn.Module, loss_fn: Any, x: Tensor, y: Tensor, wrt: str) -> dict[str, np.ndarray]:
+def _brute_force(
+    model: nn.Module, loss_fn: Any, x: Tensor, y: Tensor, wrt: str
+) -> dict[str, np.ndarray]:
     """{layer: [n]} from one full Jacobian per example and layer."""
     result: dict[str, np.ndarray] = {}
     for layer, own in own_parameters(model).items():
@@ -79,7 +88,9 @@ def _brute_force(model: nn.Module, loss_fn: Any, x: Tensor, y: Tensor, wrt: str)
             if not target.is_floating_point():
                 target = nn.functional.one_hot(target, 3).double()
 
-            def gradient(t: Tensor, own: list[nn.Parameter] = own, i: int = i, target: Tensor = target) -> Tensor:
+            def gradient(
+                t: Tensor, own: list[nn.Parameter] = own, i: int = i, target: Tensor = target
+            ) -> Tensor:
                 inputs, truth = (x[i : i + 1], t) if wrt == "target" else (t, target)
                 parts = torch.autograd.grad(loss_fn(model(inputs), truth), own, create_graph=True)
                 return torch.cat([part.flatten() for part in parts])
@@ -106,12 +117,17 @@ def test_sensitivity_is_that_of_the_full_jacobian(name: str, wrt: Any) -> None:
     assert (table.value <= table.high).all()
 
 
-def test_chunks_one_hot_targets_and_the_reduction_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_one_hot_targets_and_the_reduction_change_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, loss_fn, x, y = small_case("fcnet", n=5)
     targets = nn.functional.one_hot(y, 3).double()
     for wrt in ("target", "input"):
         whole = jacobian_sensitivity(model, loss_fn, x, y, wrt)  # type: ignore[arg-type]
-        for loss, given, memory in ((loss_fn, targets, 1), (nn.CrossEntropyLoss(reduction="sum"), y, 2**30)):
+        for loss, given, memory in (
+            (loss_fn, targets, 1),
+            (nn.CrossEntropyLoss(reduction="sum"), y, 2**30),
+        ):
             monkeypatch.setattr(layers, "DEFAULT_MAX_MEMORY", memory)
             other = jacobian_sensitivity(model, loss, x, given, wrt)  # type: ignore[arg-type]
             np.testing.assert_allclose(other.value, whole.value, rtol=1e-10)
@@ -126,7 +142,9 @@ def test_an_embedding_can_be_what_moves() -> None:
     table = jacobian_sensitivity(model, loss_fn, tokens, y, Private(submodule="embedding"))
     got = dict(zip(table.layers, table.value, strict=True))
     np.testing.assert_allclose(got["head"], truth["1"].mean(), rtol=1e-8)
-    np.testing.assert_allclose(got["encoder.layers.0.mlp.0"], truth["0.layers.0.mlp.0"].mean(), rtol=1e-8)
+    np.testing.assert_allclose(
+        got["encoder.layers.0.mlp.0"], truth["0.layers.0.mlp.0"].mean(), rtol=1e-8
+    )
 
 
 def test_frozen_layers_are_left_out_and_shared_ones_counted_once() -> None:
@@ -145,7 +163,8 @@ def test_frozen_layers_are_left_out_and_shared_ones_counted_once() -> None:
     args = (tied, loss_fn, torch.randn(2, 3).double(), torch.tensor([0, 2]))
     table = jacobian_sensitivity(*args)
     assert table.layers == ("0", "4")
-    assert layer_gradients(*args)["4"].shape == (2, 3)  # its bias; the weight counts for the first that holds it
+    # its bias; the weight counts for the first that holds it
+    assert layer_gradients(*args)["4"].shape == (2, 3)
     np.testing.assert_allclose(table.value[0], _brute_force(*args, "target")["0"].mean(), rtol=1e-8)
     assert tied[4].weight is tied[0].weight is shared.weight
 
@@ -157,7 +176,9 @@ def test_refusals() -> None:
         "disagree on the number of": lambda: layer_gradients(model, loss_fn, x, y[:2]),
         "Private": lambda: jacobian_sensitivity(*small_case("token_transformer"), "input"),
         "wrt='label'": lambda: jacobian_sensitivity(model, loss_fn, x, y, "label"),  # type: ignore[arg-type]
-        "class numbers 0 … 3": lambda: jacobian_sensitivity(model, loss_fn, x, torch.tensor([0, 3, 1])),
+        "class numbers 0 … 3": lambda: jacobian_sensitivity(
+            model, loss_fn, x, torch.tensor([0, 3, 1])
+        ),
         "do not fit as class": lambda: jacobian_sensitivity(model, loss_fn, x, y[:, None]),
         "no example": lambda: layer_gradients(model, loss_fn, x[:0], y[:0]),
     }

@@ -1,4 +1,6 @@
-"""The leakage in dashboards: what real ones read back, what it rests on, and that training does not change."""
+"""The leakage in dashboards: what real ones read back, what it rests on, and that training does not
+change.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,22 @@ from torchfil.run.series import CountSeries, Levels
 N, STEPS = 80, 24
 
 
-def private(batch_size: int = 20, question: str = "member?") -> tuple[FILPrivacyEngine, nn.Module, Any]:
+def private(
+    batch_size: int = 20, question: str = "member?"
+) -> tuple[FILPrivacyEngine, nn.Module, Any]:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(N, 3), torch.randint(0, 2, (N,)))
     model = nn.Linear(3, 2)
     engine = FILPrivacyEngine(noise_seed=0)
-    options = {"noise_multiplier": 1.0, "criterion": nn.CrossEntropyLoss(), "questions": {question: Absent()}}
+    options = {
+        "noise_multiplier": 1.0,
+        "criterion": nn.CrossEntropyLoss(),
+        "questions": {question: Absent()},
+    }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    private_model, _, loader = engine.make_private(model, optimizer, DataLoader(data, batch_size=batch_size), **options)
+    private_model, _, loader = engine.make_private(
+        model, optimizer, DataLoader(data, batch_size=batch_size), **options
+    )
     return engine, private_model, loader
 
 
@@ -40,17 +50,23 @@ def train(engine: FILPrivacyEngine, loader: Any, steps: int = STEPS) -> None:
             engine.train_step(x, y)
 
 
-def logged(*writers: Any, **options: Any) -> tuple[FILPrivacyEngine, list[tuple[int, dict[str, float]]]]:
+def logged(
+    *writers: Any, **options: Any
+) -> tuple[FILPrivacyEngine, list[tuple[int, dict[str, float]]]]:
     """A run, and the numbers that a function was given at each step."""
     engine, _, loader = private()
     numbers = list[tuple[int, dict[str, float]]]()
     options = {"delta": 1e-4, "every": 3, **options}
-    with LeakageLogger(*writers, lambda told, step: numbers.append((step, told)), **options).attach(engine):
+    with LeakageLogger(*writers, lambda told, step: numbers.append((step, told)), **options).attach(
+        engine
+    ):
         train(engine, loader)
     return engine, numbers
 
 
-def test_every_dashboard_holds_what_a_function_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_dashboard_holds_what_a_function_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     mlflow = pytest.importorskip("mlflow")
     from torch.utils.tensorboard import SummaryWriter
@@ -61,7 +77,11 @@ def test_every_dashboard_holds_what_a_function_was_given(tmp_path: Path, monkeyp
         def __init__(self, *methods: str) -> None:
             self.calls = list[tuple[Any, ...]]()
             for method in methods:
-                setattr(self, method, lambda *args, **options: self.calls.append((*args, *options.values())))
+                setattr(
+                    self,
+                    method,
+                    lambda *args, **options: self.calls.append((*args, *options.values())),
+                )
 
     lightning, wandb, aim = Board("log_metrics"), Board("define_metric", "log"), Board("track")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -70,14 +90,19 @@ def test_every_dashboard_holds_what_a_function_was_given(tmp_path: Path, monkeyp
         _, numbers = logged(writer, mlflow, lightning, wandb, aim)
     told = [(step, each["privacy/epsilon"]) for step, each in numbers]
     found = reading.EventAccumulator(str(tmp_path / "board"), {"scalars": 0}).Reload()
-    assert set(found.Tags()["scalars"]) == {name for _, each in numbers for name in each} >= {"privacy/share/untold"}
+    assert (
+        set(found.Tags()["scalars"])
+        == {name for _, each in numbers for name in each}
+        >= {"privacy/share/untold"}
+    )
     assert [(each.step, each.value) for each in found.Scalars("privacy/epsilon")] == [
         (step, pytest.approx(epsilon)) for step, epsilon in told
     ]
     client = mlflow.MlflowClient()
     history = client.get_metric_history(run.info.run_id, "privacy/epsilon")
     assert [(each.step, each.value) for each in history] == told
-    name = "privacy/question/member_3f/share_above_0.5"  # a question mark is no part of a metric's name
+    # a question mark is no part of a metric's name
+    name = "privacy/question/member_3f/share_above_0.5"
     assert client.get_metric_history(run.info.run_id, name)
     assert lightning.calls == [(each, step) for step, each in numbers]
     assert [call[0] for call in wandb.calls if isinstance(call[0], dict)] == [
@@ -92,7 +117,10 @@ def test_every_dashboard_holds_what_a_function_was_given(tmp_path: Path, monkeyp
 class TestNumbers:
     def test_redacted_counts_are_the_runs_rounded(self) -> None:
         engine, _, loader = private()
-        exact, public = dict[int, tuple[np.ndarray, np.ndarray]](), dict[int, dict[str, int | str]]()
+        exact, public = (
+            dict[int, tuple[np.ndarray, np.ndarray]](),
+            dict[int, dict[str, int | str]](),
+        )
         numbers = list[tuple[int, dict[str, float]]]()
 
         def note(step: int) -> None:
@@ -102,7 +130,9 @@ class TestNumbers:
             public[step] = summarise(run, redacted=True).questions[0].above
 
         engine.call_every(3, note)
-        logger = LeakageLogger(lambda told, step: numbers.append((step, told)), delta=1e-4, every=3, prefix="")
+        logger = LeakageLogger(
+            lambda told, step: numbers.append((step, told)), delta=1e-4, every=3, prefix=""
+        )
         logger.attach(engine)
         train(engine, loader)
         shares = answers = 0
@@ -133,20 +163,27 @@ class TestNumbers:
             codes = np.full(n, top)
             for _ in range(40):
                 rows = rng.choice(n, 4, replace=False)
-                codes[rows] = np.where(codes[rows] == top, rng.integers(60, 70, 4), codes[rows] - rng.integers(0, 3, 4))
+                codes[rows] = np.where(
+                    codes[rows] == top, rng.integers(60, 70, 4), codes[rows] - rng.integers(0, 3, 4)
+                )
                 counts = series.publish({"bounds": Levels(codes.copy(), top + 1, with_empty=False)})
                 scalars = point_of(counts, n, multiple)
                 gaps += len(EXPONENTS) not in counts["bounds"]
                 told = codes[codes < top]
                 for name, value in scalars.items():
-                    share, place = float(name.rpartition("/")[2]), np.abs(EXPONENTS - np.log10(value)).argmin()
+                    share, place = (
+                        float(name.rpartition("/")[2]),
+                        np.abs(EXPONENTS - np.log10(value)).argmin(),
+                    )
                     claims += 1
                     wrong += (told <= place).sum() > share * len(told)
         assert min(claims, gaps) > 50
         assert (wrong == 0) == holds
 
     def test_no_two_published_counts_differ_by_few(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A point at every step, with batches of about four: plain counts show single people, published ones do not."""
+        """A point at every step, with batches of about four: plain counts show single people,
+        published ones do not.
+        """
         monkeypatch.setattr(build, "_bounds", lambda *_: {})  # they take time, and are not logged
         engine, _, loader = private(batch_size=4)
         logger = LeakageLogger(lambda *_: None, delta=1e-4, every=1).attach(engine)
@@ -161,7 +198,11 @@ class TestNumbers:
         crossed = [int((one != other).sum()) for one, other in pairwise(classes)]
         assert 1 in crossed, "single people cross between two steps"
 
-        sets = [(low <= codes) & (codes < high) for codes, counted in logger._series.kept for low, high in counted]
+        sets = [
+            (low <= codes) & (codes < high)
+            for codes, counted in logger._series.kept
+            for low, high in counted
+        ]
         assert len(logger._series.kept) > 10
         for one, other in combinations([np.zeros(N, dtype=bool), *sets], 2):
             apart = int((one != other).sum())
@@ -177,7 +218,9 @@ class TestNumbers:
         assert len(other._series.kept) == len(logger._series.kept) > 0
         with pytest.raises(ValueError, match="80 examples and the run has 79"):
             other._series.publish({"x": Levels(np.zeros(N - 1, dtype=int), 2)})
-        for (one, levels), (again, same) in zip(logger._series.kept, other._series.kept, strict=True):
+        for (one, levels), (again, same) in zip(
+            logger._series.kept, other._series.kept, strict=True
+        ):
             assert (one == again).all()
             assert (levels == same).all()
 
@@ -190,7 +233,9 @@ def test_a_dashboard_that_is_down_ends_neither_the_training_nor_the_other_logs()
         raise ConnectionError("no route")
 
     engine, _, loader = private()
-    with pytest.warns(UserWarning, match=r"step 4 \(ConnectionError: no route\); training is not affected") as found:
+    with pytest.warns(
+        UserWarning, match=r"step 4 \(ConnectionError: no route\); training is not affected"
+    ) as found:
         log = LeakageLogger(down, lambda _, step: numbers.append(step), delta=1e-4, every=4)
         with log.attach(engine):
             train(engine, loader)

@@ -1,4 +1,6 @@
-"""Every tutorial runs from top to bottom, with smaller settings than on the site and without the site's packages."""
+"""Every tutorial runs from top to bottom, with smaller settings than on the site and without the
+site's packages.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ SMALL: dict[str, dict[str, object]] = {
 }
 
 
-RUNNER = SimpleNamespace(**runpy.run_path(str(TUTORIALS / "run.py")))  # which is no part of a package
+# which is no part of a package
+RUNNER = SimpleNamespace(**runpy.run_path(str(TUTORIALS / "run.py")))
 
 
 @pytest.mark.slow
@@ -50,5 +53,7 @@ def test_it_becomes_an_ipynb_file(path: Path) -> None:
     nbformat.validate(notebook)
     codes = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert codes[1].metadata.tags == ["parameters"]
-    assert [cell.source.strip() for cell in codes[1:]] == [code.strip() for _, code in RUNNER.code_cells(text)]
+    assert [cell.source.strip() for cell in codes[1:]] == [
+        code.strip() for _, code in RUNNER.code_cells(text)
+    ]
     assert len(codes) == 1 + len(re.findall(r"^```\{code-cell\}", text, flags=re.MULTILINE))

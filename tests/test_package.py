@@ -12,7 +12,10 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_heavy_packages_are_imported_when_needed() -> None:
-    """Nothing by torchfil itself; the functional core stands without Opacus, which brings scipy.stats."""
+    """Nothing by torchfil itself.
+
+    The functional core stands without Opacus, which brings scipy.stats.
+    """
     code = """
 import sys
 heavy = {"matplotlib", "pandas", "pyarrow", "scipy.stats", "sklearn", "torchmetrics", "torchvision"}
@@ -31,6 +34,8 @@ def test_what_errors_tell_to_install_can_be_installed() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     modules = (ROOT / "torchfil").rglob("*.py")
-    named = {name for path in modules for name in re.findall(r"torchfil\[(\w+)\]", path.read_text())}
+    named = {
+        name for path in modules for name in re.findall(r"torchfil\[(\w+)\]", path.read_text())
+    }
     assert named
     assert named <= set(config["options.extras_require"])

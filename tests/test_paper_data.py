@@ -1,4 +1,6 @@
-"""The papers' data: exact arrays from small files, published counts from the real ones, stand-ins of the same shape."""
+"""The papers' data: exact arrays from small files, published counts from the real ones, stand-ins
+of the same shape.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,20 @@ def test_iwpc_entry_by_entry(tmp_path: Path) -> None:
     task = read(tmp_path, "iwpc").iwpc(seed=3)
     order = torch.randperm(5, generator=torch.Generator().manual_seed(3)).numpy()
     assert task.columns == IWPC_COLUMNS
-    np.testing.assert_array_equal(np.concatenate([task.train_inputs, task.test_inputs]), IWPC_INPUTS[order])
-    np.testing.assert_array_equal(np.concatenate([task.train_targets, task.test_targets]), IWPC_DOSE[order])
+    np.testing.assert_array_equal(
+        np.concatenate([task.train_inputs, task.test_inputs]), IWPC_INPUTS[order]
+    )
+    np.testing.assert_array_equal(
+        np.concatenate([task.train_targets, task.test_targets]), IWPC_DOSE[order]
+    )
     assert len(task.train_targets) == 4
     assert task.levels["vkorc1"] == ("CC", "CT", "TT")
     assert (task.attributes["age"], task.attributes["vkorc1"]) == ((0,), (8, 9))
-    assert [task.encode("vkorc1", level).tolist() for level in ("CC", "CT", "TT")] == [[0, 0], [1, 0], [0, 1]]
+    assert [task.encode("vkorc1", level).tolist() for level in ("CC", "CT", "TT")] == [
+        [0, 0],
+        [1, 0],
+        [0, 1],
+    ]
     assert task.level_numbers("vkorc1", IWPC_INPUTS).tolist() == [1, 2, 0, 2, 1]
 
 
@@ -53,7 +63,9 @@ def test_digits_pixel_by_pixel(tmp_path: Path, packed: str) -> None:
     write_mnist(tmp_path, 12, 3, packed)
     images, labels = read(tmp_path, "mnist").mnist()
     assert labels.tolist() == [*range(10), 0, 1]
-    assert images.sum(dim=(1, 3)).nonzero().tolist() == [[i, 4 + 2 * label] for i, label in enumerate(labels.tolist())]
+    assert images.sum(dim=(1, 3)).nonzero().tolist() == [
+        [i, 4 + 2 * label] for i, label in enumerate(labels.tolist())
+    ]
     task = read(tmp_path, "mnist").mnist_zero_one(components=None, scaled=False)
     assert task.train_targets.tolist() == [0, 1, 0, 1]
     assert task.test_inputs.shape == (2, 784)
@@ -61,7 +73,10 @@ def test_digits_pixel_by_pixel(tmp_path: Path, packed: str) -> None:
 
 
 def test_iwpc_as_published() -> None:
-    """Counts; the columns 11 and 12 that the authors attack; their prior's accuracy 0.367, so the same split."""
+    """Counts; the columns 11 and 12 that the authors attack.
+
+    Their prior's accuracy 0.367, so the same split.
+    """
     task = real_data("iwpc").iwpc()
     assert (task.train_inputs.shape, task.test_inputs.shape) == ((3855, 14), (964, 14))
     assert task.attributes["vkorc1"] == (11, 12)
@@ -70,7 +85,10 @@ def test_iwpc_as_published() -> None:
 
 
 def test_adult_as_published() -> None:
-    """Counts; the column 24 that the authors attack; numerical columns standardised; the constant in the span."""
+    """Counts; the column 24 that the authors attack; numerical columns standardised.
+
+    The constant in the span.
+    """
     task = real_data("adult").adult()
     assert (task.train_inputs.shape, task.test_inputs.shape) == ((30162, 86), (15060, 86))
     assert task.attributes["marital-status"] == (24,)

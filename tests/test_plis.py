@@ -48,7 +48,9 @@ def test_every_zoo_model_against_plain_autograd(name: str, clip: str | None) -> 
     torch.manual_seed(0)
     model, x = (part.to(DEVICE).double() for part in small_zoo()[name])
     y = torch.randint(3, (len(x),), device=DEVICE)
-    options: dict[str, Any] = {} if clip is None else {"noise_std": STD, "max_grad_norm": C, "clip": clip}
+    options: dict[str, Any] = (
+        {} if clip is None else {"noise_std": STD, "max_grad_norm": C, "clip": clip}
+    )
     plis = PLIS(model, nn.CrossEntropyLoss(), **options)
     got = plis.attribute(x, y)
     assert plis.method == "recorded pass"
@@ -57,7 +59,8 @@ def test_every_zoo_model_against_plain_autograd(name: str, clip: str | None) -> 
         one = x[i].clone().requires_grad_()
         value = privacy_loss(model, nn.CrossEntropyLoss(), one, y[i], clip)
         (want,) = torch.autograd.grad(value, one)
-        scale = max(float(want.abs().max()), float(value.detach()))  # clipped hard, the slope is 0 up to rounding
+        # clipped hard, the slope is 0 up to rounding
+        scale = max(float(want.abs().max()), float(value.detach()))
         assert torch.allclose(got[i], want, rtol=1e-8, atol=1e-8 * scale)
         assert torch.allclose(plis.privacy_loss(x, y)[i], value, rtol=1e-10)
 
@@ -67,7 +70,12 @@ def test_every_zoo_model_against_plain_autograd(name: str, clip: str | None) -> 
 def test_it_is_the_parallel_direction_up_to_its_factor(name: str, clip: str) -> None:
     """PLIS = 2‖g̃‖a/s² = 2g̃ᵀJ̃/s², for columns, targets, embeddings and several inputs."""
     case = build(name, 4)
-    options: dict[str, Any] = {"noise_std": STD, "max_grad_norm": case.C, "clip": clip, "private": case.private}
+    options: dict[str, Any] = {
+        "noise_std": STD,
+        "max_grad_norm": case.C,
+        "clip": clip,
+        "private": case.private,
+    }
     got = PLIS(case.model, case.loss_fn, **options).attribute(case.inputs, case.targets)
     gradients = ExampleGradients.build(*case.arguments, case.private)
     jacobian = ClippedJacobian(gradients, get_clip(clip), case.C)
@@ -85,8 +93,12 @@ def test_it_is_the_parallel_direction_up_to_its_factor(name: str, clip: str) -> 
 @pytest.mark.parametrize("name", ["mnist_cnn", "transformer"])
 def test_the_memory_ceiling_does_not_change_the_result(name: str) -> None:
     case = build(name, 7)
-    whole = PLIS(case.model, case.loss_fn, private=case.private).attribute(case.inputs, case.targets)
-    parts = PLIS(case.model, case.loss_fn, private=case.private, max_memory=1).attribute(case.inputs, case.targets)
+    whole = PLIS(case.model, case.loss_fn, private=case.private).attribute(
+        case.inputs, case.targets
+    )
+    parts = PLIS(case.model, case.loss_fn, private=case.private, max_memory=1).attribute(
+        case.inputs, case.targets
+    )
     assert torch.allclose(whole, parts, rtol=1e-10, atol=1e-14, equal_nan=True)
 
 
@@ -98,7 +110,11 @@ def test_one_example_does_not_vouch_for_a_batch() -> None:
         return torch.tanh(h - 0.5 * h.mean(dim=0))
 
     torch.manual_seed(3)
-    model, x, y = Model(mixing, layer=nn.Linear(3, 2)).double(), torch.randn(4, 3).double(), torch.randn(4, 2).double()
+    model, x, y = (
+        Model(mixing, layer=nn.Linear(3, 2)).double(),
+        torch.randn(4, 3).double(),
+        torch.randn(4, 2).double(),
+    )
     plis = PLIS(model, nn.MSELoss())
     alone = torch.cat([plis.attribute(x[i : i + 1], y[i : i + 1]) for i in range(4)])
     assert plis.method == "recorded pass"
@@ -115,7 +131,9 @@ class TestNorms:
         assert torch.allclose(plis.subject(case.inputs, case.targets), subject_norms(maps))
         assert torch.allclose(column_norms(maps), maps.square().sum(dim=(1, 2)).sqrt())
         segments = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1], [5, 5, 5, 5], [5, 5, 5, 5]])
-        want = torch.stack([maps[:, :, segments == k].flatten(1).norm(dim=1) for k in (0, 1, 5)], dim=1)
+        want = torch.stack(
+            [maps[:, :, segments == k].flatten(1).norm(dim=1) for k in (0, 1, 5)], dim=1
+        )
         for given in (segments, segments.expand(3, -1, -1)):
             assert torch.allclose(superpixel_norms(maps, given), want)
         with pytest.raises(ValueError, match="must be integer labels of shape"):

@@ -1,8 +1,10 @@
-"""What users can call stays: every name and argument of ``public_names.txt`` is still there and accepted.
+"""What users can call stays: every name and argument of ``public_names.txt`` is still there and
+accepted.
 
-A line is a function, class, method or command with its arguments, as torchfil's folders (their ``__all__``, which
-docs/api documents) and the command line had them when the list was frozen. A line leaves the list only by a decision
-that the changelog names. ``python -m tests.test_public_names`` prints today's names in the same form.
+A line is a function, class, method or command with its arguments, as torchfil's folders (their
+``__all__``, which docs/api documents) and the command line had them when the list was frozen. A
+line leaves the list only by a decision that the changelog names. ``python -m
+tests.test_public_names`` prints today's names in the same form.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ NOT_FOR_USERS = ("__main__", "_version", "cli", "utils")
 
 def offered() -> Iterator[tuple[str, Any]]:
     """What torchfil and its folders and modules offer (``__all__``)."""
-    folders = [each.name for each in pkgutil.iter_modules(torchfil.__path__) if each.name not in NOT_FOR_USERS]
+    folders = [
+        each.name
+        for each in pkgutil.iter_modules(torchfil.__path__)
+        if each.name not in NOT_FOR_USERS
+    ]
     for name in ("torchfil", *(f"torchfil.{folder}" for folder in folders)):
         module = importlib.import_module(name)
         yield from ((each, getattr(module, each)) for each in getattr(module, "__all__", ()))
@@ -54,7 +60,10 @@ def public_names() -> dict[str, set[str]]:
             found.setdefault(name, set()).update(arguments(value))
         if inspect.isclass(value):
             for attribute in dir(value):
-                if not attribute.startswith("_") and inspect.getattr_static(value, attribute, None) is not None:
+                if (
+                    not attribute.startswith("_")
+                    and inspect.getattr_static(value, attribute, None) is not None
+                ):
                     owner = next((base for base in value.__mro__ if attribute in vars(base)), value)
                     if owner.__module__.startswith("torchfil"):
                         member = getattr(value, attribute, None)

@@ -7,13 +7,25 @@ from typing import Any
 import torch
 
 from tests.refused import all_refused
-from torchfil.questions import Absent, Change, Column, Label, OneHot, Question, Region, Token, check_questions
+from torchfil.questions import (
+    Absent,
+    Change,
+    Column,
+    Label,
+    OneHot,
+    Question,
+    Region,
+    Token,
+    check_questions,
+)
 
 TABLE = torch.tensor([[1.0, 0.0, 5.0], [0.0, 1.0, 6.0]])
 
 
 def values(question: Question, inputs: Any = TABLE, targets: Any = None) -> list[Any]:
-    return [None if other is None else other.inputs for other in question.alternatives(inputs, targets)]
+    return [
+        None if other is None else other.inputs for other in question.alternatives(inputs, targets)
+    ]
 
 
 def test_columns() -> None:
@@ -26,7 +38,11 @@ def test_columns() -> None:
     assert standardised.answers == ("a", "b")
     without = OneHot((0, 1), names=("a", "b"), dropped="neither")
     assert without.answers == ("neither", "a", "b")
-    assert [v[0].tolist() for v in values(without)] == [[0.0, 0.0, 5.0], [1.0, 0.0, 5.0], [0.0, 1.0, 5.0]]
+    assert [v[0].tolist() for v in values(without)] == [
+        [0.0, 0.0, 5.0],
+        [1.0, 0.0, 5.0],
+        [0.0, 1.0, 5.0],
+    ]
     assert values(Column(2, values=(0.0, 9.0)))[1][:, 2].tolist() == [9.0, 9.0]
     assert values(Column(2, by=(10.0, -1.0)))[1][:, 2].tolist() == [4.0, 5.0]
     assert Column(2, by=(10.0, -1.0)).answers == ("+10", "-1")
@@ -35,8 +51,12 @@ def test_columns() -> None:
 
 def test_labels_tokens_regions() -> None:
     numbers, shares = torch.tensor([0, 2]), torch.eye(3)[[0, 2]]
-    assert [other.targets.tolist() for other in Label(3).alternatives(TABLE, numbers) if other][1] == [1, 1]
-    assert [other.targets.tolist() for other in Label(3).alternatives(TABLE, shares) if other][1] == [[0, 1, 0]] * 2
+    assert [other.targets.tolist() for other in Label(3).alternatives(TABLE, numbers) if other][
+        1
+    ] == [1, 1]
+    assert [other.targets.tolist() for other in Label(3).alternatives(TABLE, shares) if other][
+        1
+    ] == [[0, 1, 0]] * 2
     tokens = torch.tensor([[3, 4], [5, 6]])
     assert values(Token(1, (8, 9)), tokens)[1].tolist() == [[3, 9], [5, 9]]
     assert values(Region([0, 1], 0.5))[0].tolist() == [[0.5, 0.5, 5.0], [0.5, 0.5, 6.0]]

@@ -1,4 +1,7 @@
-"""The code of the README and of the pages in docs runs as it stands; the README's diff is two lines."""
+"""The code of the README and of the pages in docs runs as it stands.
+
+The README's diff is two lines.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [
     pytest.param(page.name, code, id=f"{page.name} block {number}")
     for page in PAGES
-    for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL))
+    for number, code in enumerate(
+        re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    )
 ]
 OPTIONAL = ("lightning", "transformers", "trl")
 
@@ -40,9 +45,14 @@ def test_the_table_of_subsampling_factors_is_right() -> None:
     assert len(rows) == 3
     for q, cells in rows:
         for sigma, cell in zip(sigmas, cells.split(" | "), strict=True):
-            factors = fisher.PoissonAmplification(float(q)).factors(torch.tensor([1 / sigma], dtype=torch.float64))
+            factors = fisher.PoissonAmplification(float(q)).factors(
+                torch.tensor([1 / sigma], dtype=torch.float64)
+            )
             printed = [float(part) for part in cell.split(" / ")]
-            assert printed == pytest.approx([float(kappa) for kappa in factors], rel=0.05), (q, sigma)
+            assert printed == pytest.approx([float(kappa) for kappa in factors], rel=0.05), (
+                q,
+                sigma,
+            )
 
 
 def test_the_diff_to_plain_opacus_is_two_lines() -> None:
@@ -50,14 +60,19 @@ def test_the_diff_to_plain_opacus_is_two_lines() -> None:
     removed = [line[1:] for line in diff.splitlines() if line.startswith("-")]
     added = [line[1:] for line in diff.splitlines() if line.startswith("+")]
     assert len(removed) == len(added) == 2
-    replaced = [line.replace("FILPrivacyEngine", "PrivacyEngine").replace("torchfil", "opacus") for line in added]
+    replaced = [
+        line.replace("FILPrivacyEngine", "PrivacyEngine").replace("torchfil", "opacus")
+        for line in added
+    ]
     assert replaced == removed
     kept = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
     setup = (
-        "import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader, TensorDataset\n"
+        "import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader, "
+        "TensorDataset\n"
         "model, criterion = nn.Linear(3, 2), nn.CrossEntropyLoss()\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "loader = DataLoader(TensorDataset(torch.randn(40, 3), torch.randint(2, (40,))), batch_size=8)\n"
+        "loader = DataLoader(TensorDataset(torch.randn(40, 3), torch.randint(2, (40,))), "
+        "batch_size=8)\n"
     )
     namespace: dict[str, object] = {}
     exec(compile(setup + kept, "diff", "exec"), namespace)

@@ -1,4 +1,6 @@
-"""The reproduction page: the registry is complete, rows run, and the page is what the records give."""
+"""The reproduction page: the registry is complete, rows run, and the page is what the records
+give.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,17 @@ BY_ID = {row.id: row for row in ROWS}
 RUN = [row for row in ROWS if row.measure is not None]
 # a second or less each on made-up data; the others take a few seconds
 QUICK = {f"guo-{name}" for name in ("appendix-c", "figure1", "table1", "table2")} | {"plis-figure1"}
-QUICK |= {f"hannun-{name}" for name in ("attacks-iwpc", "figure1", "figure7a", "figure7b", "table1-mnist-linear")}
+QUICK |= {
+    f"hannun-{name}"
+    for name in ("attacks-iwpc", "figure1", "figure7a", "figure7b", "table1-mnist-linear")
+}
 
 
 def test_the_registry_is_complete() -> None:
     assert len(BY_ID) == len(ROWS)
-    assert sum(row.minutes for row in RUN if not row.gpu) <= 60, "make reproduce is promised to fit into an hour"
+    assert sum(row.minutes for row in RUN if not row.gpu) <= 60, (
+        "make reproduce is promised to fit into an hour"
+    )
     for row in ROWS:
         assert row.paper in PAPERS
         assert set(row.needs) <= set(SOURCES), row.id
@@ -37,10 +44,15 @@ def test_the_registry_is_complete() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "name", [pytest.param(row.id, marks=[] if row.id in QUICK else [pytest.mark.slow]) for row in RUN]
+    "name",
+    [pytest.param(row.id, marks=[] if row.id in QUICK else [pytest.mark.slow]) for row in RUN],
 )
-def test_every_row_runs_on_made_up_data(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The made-up data are few and the steps too: no result is looked at, but that there is one and it is told so."""
+def test_every_row_runs_on_made_up_data(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The made-up data are few and the steps too: no result is looked at, but that there is one and
+    it is told so.
+    """
     pytest.importorskip("torchmetrics" if name.startswith("plis") else "sklearn")
     few_made_up(monkeypatch, digits=200, chests=60, stripes=80)
     row = BY_ID[name]
@@ -65,12 +77,17 @@ def test_a_row_is_measured_once_and_a_failure_is_tried_again(tmp_path: Path) -> 
         calls.append("fails")
         raise RuntimeError("no luck")
 
-    rows = [Row(name, "guo", "Figure 9", "1", "–", measure, 0.1) for name, measure in (("a", works), ("b", fails))]
+    rows = [
+        Row(name, "guo", "Figure 9", "1", "–", measure, 0.1)
+        for name, measure in (("a", works), ("b", fails))
+    ]
     for _ in range(2):
         outcomes = records.run_rows(rows, Run(tmp_path))
         assert [record.get("failed") for record in outcomes] == [None, "RuntimeError: no luck"]
     assert calls == ["works", "fails", "fails"]
-    assert re.search(r"\| done \| – \| \d s \| agrees \|", page(rows, records.read_records(tmp_path, rows)))
+    assert re.search(
+        r"\| done \| – \| \d s \| agrees \|", page(rows, records.read_records(tmp_path, rows))
+    )
     good, bad = check_near("x", 1.0, 1.0, 0.0), check_that("y", "yes", "no", "the same", False)
     assert verdict_of((good, bad), stand_in=True) == "stand-in: agrees in part"
     assert verdict_of((bad,), stand_in=False) == "differs"

@@ -14,18 +14,26 @@ from torchfil.smoothness import NonSmoothModuleError, SmoothnessValidator
 
 
 def convnet() -> nn.Sequential:
-    first = (nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1))
+    first = (
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, stride=2, padding=1),
+    )
     second = (nn.Conv2d(4, 4, 3), nn.LeakyReLU(), nn.AdaptiveMaxPool2d(2))
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(16, 3))
 
 
-@pytest.mark.parametrize("model", [mnist_cnn(), cifar_cnn(), nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.ELU())])
+@pytest.mark.parametrize(
+    "model", [mnist_cnn(), cifar_cnn(), nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.ELU())]
+)
 def test_smooth_models_pass(model: nn.Module) -> None:
     assert SmoothnessValidator.is_valid(model)
 
 
 @pytest.mark.parametrize(("activation", "kind"), [("tanh", nn.Tanh), ("silu", nn.SiLU)])
-def test_fix_replaces_by_the_users_choice_and_keeps_shapes(activation: str, kind: type[nn.Module]) -> None:
+def test_fix_replaces_by_the_users_choice_and_keeps_shapes(
+    activation: str, kind: type[nn.Module]
+) -> None:
     model = convnet().eval().double()
     before = copy.deepcopy(model.state_dict())
     fixed = SmoothnessValidator.fix(model, activation=activation)
@@ -58,7 +66,9 @@ def test_functions_called_in_forward_are_seen_by_running_the_model() -> None:
     model = Model(forward, inner=nn.Linear(3, 3))
     assert SmoothnessValidator.is_valid(model), "invisible without an example"
     inputs = {"x": torch.randn(2, 3), "scale": torch.randn(2, 1)}
-    texts = " ".join(str(error) for error in SmoothnessValidator.validate(model, example_inputs=inputs))
+    texts = " ".join(
+        str(error) for error in SmoothnessValidator.validate(model, example_inputs=inputs)
+    )
     assert "Model.forward calls relu" in texts
     assert "calls abs" in texts
     assert "max_pool" in texts

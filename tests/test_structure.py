@@ -1,4 +1,7 @@
-"""The code's shape: imports point one way, without cycles; only the engine knows Opacus; no function branches often."""
+"""The code's shape: imports point one way, without cycles; only the engine knows Opacus.
+
+No function branches often.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from tests.mutations import places_gone
 
 ROOT = Path(__file__).parents[1]
 
-# A module imports from its own folder and from rows above; what stands in one row does not know of each other.
+# A module imports from its own folder and from rows above; what stands in one row does not know of
+# each other.
 ROWS = (
     {"_version", "utils"},
     {"private", "clipping", "viz"},
@@ -35,11 +39,15 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-TREES = {name_of(path): ast.parse(path.read_text()) for path in sorted((ROOT / "torchfil").rglob("*.py"))}
+TREES = {
+    name_of(path): ast.parse(path.read_text()) for path in sorted((ROOT / "torchfil").rglob("*.py"))
+}
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, str | None]]:
-    """Every import as (module, name taken from it), wherever it stands: in functions and for type checkers too."""
+    """Every import as (module, name taken from it), wherever it stands: in functions and for type
+    checkers too.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
@@ -52,7 +60,9 @@ NAMED = {name: list(imported(tree)) for name, tree in TREES.items()}
 
 
 def home_of(module: str, name: str | None) -> str:
-    """The module that defines what is imported: packages hand names on from where they are defined."""
+    """The module that defines what is imported: packages hand names on from where they are
+    defined.
+    """
     if name is None or module not in TREES:
         return module
     if f"{module}.{name}" in TREES:
@@ -109,15 +119,23 @@ def test_imports_point_one_way() -> None:
 
 
 def test_only_the_engine_knows_opacus() -> None:
-    users = {name for name, modules in IMPORTS.items() if any(module.split(".")[0] == "opacus" for module in modules)}
+    users = {
+        name
+        for name, modules in IMPORTS.items()
+        if any(module.split(".")[0] == "opacus" for module in modules)
+    }
     assert {name for name in users if not name.startswith(OPACUS)} == set()
 
 
 def branches_of(function: ast.AST) -> int:
-    """Branches and loops of a function and of those inside it, comprehensions and further operands of and/or too."""
+    """Branches and loops of a function and of those inside it, comprehensions and further operands
+    of and/or too.
+    """
     count = 0
     for node in ast.walk(function):
-        count += isinstance(node, ast.If | ast.IfExp | ast.For | ast.While | ast.ExceptHandler | ast.match_case)
+        count += isinstance(
+            node, ast.If | ast.IfExp | ast.For | ast.While | ast.ExceptHandler | ast.match_case
+        )
         if isinstance(node, ast.BoolOp):
             count += len(node.values) - 1
         if isinstance(node, ast.comprehension):

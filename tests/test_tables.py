@@ -1,4 +1,6 @@
-"""Tables by example, for pandas, Polars, DuckDB and pyarrow: the ids are a column, and unknown numbers are null."""
+"""Tables by example, for pandas, Polars, DuckDB and pyarrow: the ids are a column, and unknown
+numbers are null.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_leakage_for_every_reader_of_arrow(with_pandas: bool, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("keys", [["a", 1, "1"], [("a", 1), ("b", 2)], [7, 2**40], [], range(2, 5)])
-def test_names_have_the_type_that_a_run_file_gives_them(with_pandas: bool, keys: list[object]) -> None:
+def test_names_have_the_type_that_a_run_file_gives_them(
+    with_pandas: bool, keys: list[object]
+) -> None:
     """One type each, and no two alike; what is not known is null."""
     arrow = as_table(keys, {"fil": np.full(len(keys), math.nan)}).to_arrow()
     assert arrow["id"].to_pylist() == ExampleIds(len(keys), list(keys)).as_array().tolist()

@@ -16,7 +16,18 @@ from torchfil.utils.trees import form_of, map_tensors, tensors_of
 Pair = namedtuple("Pair", "left right")
 A, B, C = torch.zeros(2), torch.ones(3), torch.arange(4)
 NESTED = (A, 1, [B, {"z": C, "a": None}], 2.5, True)
-TREES: list[Any] = [A, None, "text", (), [], {}, NESTED, {"b": A, "a": (B, B)}, Pair(A, [B, 7]), OrderedDict(b=A, a=B)]
+TREES: list[Any] = [
+    A,
+    None,
+    "text",
+    (),
+    [],
+    {},
+    NESTED,
+    {"b": A, "a": (B, B)},
+    Pair(A, [B, 7]),
+    OrderedDict(b=A, a=B),
+]
 TREES += [(Pair(A, Pair(B, C)), object), [torch.nn.Parameter(B), {1, 2}, torch.Size([2]), 1j]]
 
 
@@ -24,7 +35,9 @@ TREES += [(Pair(A, Pair(B, C)), object), [torch.nn.Parameter(B), {1, 2}, torch.S
 def test_tensors_and_structure_are_those_of_pytrees(tree: Any) -> None:
     expected = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
     assert [id(leaf) for leaf in tensors_of(tree)] == [id(leaf) for leaf in expected]
-    mapped = pytree.tree_map(lambda leaf: ("seen", id(leaf)) if isinstance(leaf, Tensor) else leaf, tree)
+    mapped = pytree.tree_map(
+        lambda leaf: ("seen", id(leaf)) if isinstance(leaf, Tensor) else leaf, tree
+    )
     found = map_tensors(lambda leaf: ("seen", id(leaf)), tree)
     assert found == mapped
     assert type(found) is type(mapped)
@@ -49,7 +62,11 @@ def test_dataclasses_and_user_dicts_are_walked_through(tree: Any) -> None:
     moved = map_tensors(lambda leaf: leaf + 1, tree)
     assert type(moved) is type(tree)
     assert all(torch.equal(b, a + 1) for a, b in zip(found, tensors_of(moved), strict=True))
-    assert all(a is b for a, b in zip(found, tensors_of(tree), strict=True))  # the first is left as it was
+    # the first is left as it was
+    assert all(a is b for a, b in zip(found, tensors_of(tree), strict=True))
     assert form_of(tree) == form_of(moved)
     in_dims = pytree.tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, tree)
-    assert torch.func.vmap(lambda part: tensors_of(part)[0].sum(), in_dims=(in_dims,))(tree).shape == A.shape
+    assert (
+        torch.func.vmap(lambda part: tensors_of(part)[0].sum(), in_dims=(in_dims,))(tree).shape
+        == A.shape
+    )

@@ -55,11 +55,17 @@ def test_overlays_blanks_zeros_and_scales():
         (np.array([[0.2, 0.6]]), [[0.2, 0.6]]),
         (np.array([[-1.0, 0.0, 3.0]]), [[0, 0.25, 1]]),
     ):
-        np.testing.assert_allclose(show_map(image, np.ones(image.shape)).axes[0].images[0].get_array(), expected)
+        np.testing.assert_allclose(
+            show_map(image, np.ones(image.shape)).axes[0].images[0].get_array(), expected
+        )
 
 
 def shown(figure, mark="xlabel"):
-    return [getattr(axis, f"get_{mark}")() for axis in figure.axes if axis.images and getattr(axis, f"get_{mark}")()]
+    return [
+        getattr(axis, f"get_{mark}")()
+        for axis in figure.axes
+        if axis.images and getattr(axis, f"get_{mark}")()
+    ]
 
 
 @pytest.mark.parametrize(("n", "count"), [(3, 1), (5, 4)])
@@ -71,7 +77,9 @@ def test_a_gallery_shows_the_extremes_and_none_twice(n, count):
     most = min(count, (n + 1) // 2)
     assert shown(figure) == order[:most] + order[::-1][: min(count, n - most)]
     assert shown(figure, "title") == [str(int(scores[int(i)])) for i in shown(figure)]
-    bound = gallery(torch.rand(3, 4, 4), [np.inf, 0.5, 2.0], ids=["a$b$", "_x", "c"], higher="less exposed")
+    bound = gallery(
+        torch.rand(3, 4, 4), [np.inf, 0.5, 2.0], ids=["a$b$", "_x", "c"], higher="less exposed"
+    )
     assert shown(bound) == ["_x", "c", "a$b$"]
     assert shown(bound, "title") == ["0.5", "2", "∞"]
 
@@ -80,7 +88,9 @@ def test_the_curve_is_the_empirical_distribution():
     def legend(figure):
         return [text.get_text() for text in figure.legends[0].get_texts()]
 
-    figure = distribution(torch.tensor([3.0, 1.0, 2.0, 2.0]), threshold=2.0, threshold_label="guess")
+    figure = distribution(
+        torch.tensor([3.0, 1.0, 2.0, 2.0]), threshold=2.0, threshold_label="guess"
+    )
     x, y = figure.axes[0].lines[0].get_data()
     np.testing.assert_allclose(x, [1, 1, 2, 2, 3, 3])
     np.testing.assert_allclose(y, [0, 0.25, 0.5, 0.75, 1, 1])

@@ -34,12 +34,55 @@ if TYPE_CHECKING:
     from torchfil.smoothness import SmoothnessValidator
 
 # training, what is private, what a run leaked; then attacks and inputs; then the folders
-__all__ = ["Accounting", "Canaries", "Execution", "FILPrivacyEngine", "LeakageLogger", "Private", "check", "equalise"]
-__all__ += ["PrivateClassifier", "PrivateRegressor", "SmoothnessValidator", "available_clips", "register_clip"]
-__all__ += ["PLIS", "BoundComparison", "__version__", "compare_with_bounds", "exposure", "superpixel"]
-__all__ += ["attacks", "attribution", "audit", "bounds", "clipping", "fisher", "glm", "smoothness", "viz"]
+__all__ = [
+    "Accounting",
+    "Canaries",
+    "Execution",
+    "FILPrivacyEngine",
+    "LeakageLogger",
+    "Private",
+    "check",
+    "equalise",
+]
+__all__ += [
+    "PrivateClassifier",
+    "PrivateRegressor",
+    "SmoothnessValidator",
+    "available_clips",
+    "register_clip",
+]
+__all__ += [
+    "PLIS",
+    "BoundComparison",
+    "__version__",
+    "compare_with_bounds",
+    "exposure",
+    "superpixel",
+]
+__all__ += [
+    "attacks",
+    "attribution",
+    "audit",
+    "bounds",
+    "clipping",
+    "fisher",
+    "glm",
+    "smoothness",
+    "viz",
+]
 
-_FOLDERS = ("attacks", "attribution", "audit", "bounds", "clipping", "engine", "fisher", "glm", "smoothness", "viz")
+_FOLDERS = (
+    "attacks",
+    "attribution",
+    "audit",
+    "bounds",
+    "clipping",
+    "engine",
+    "fisher",
+    "glm",
+    "smoothness",
+    "viz",
+)
 _HOMES = {
     **dict.fromkeys(("BoundComparison", "compare_with_bounds"), "attacks"),
     **dict.fromkeys(("PLIS", "exposure"), "attribution"),
@@ -54,7 +97,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Everything is imported when asked for: a start takes no time, and the functional core stands without Opacus."""
+    """Everything is imported when asked for: a start takes no time, and the functional core stands
+    without Opacus.
+    """
     if name in _FOLDERS:
         return importlib.import_module(f"torchfil.{name}")
     if name in _HOMES:

@@ -1,13 +1,16 @@
-"""What a divergence D = KL(P ‖ P') between two transcripts means for an attacker who guesses an answer.
+"""What a divergence D = KL(P ‖ P') between two transcripts means for an attacker who guesses an
+answer.
 
-P is the law of everything that a run releases if the true answer is in the data, P' if an alternative is. The bounds
-follow from data processing (nothing computed from a release distinguishes P from P' better than the release itself), so
-they bind **every attacker**, biased or not, whatever else it knows; with Poisson sampling, except which steps drew the
-example. The run (batches and noise) and the attacker's own dice are random. :func:`normal_limit_true_positive_rate` is
-the exception: it is an estimate.
+P is the law of everything that a run releases if the true answer is in the data, P' if an
+alternative is. The bounds follow from data processing (nothing computed from a release
+distinguishes P from P' better than the release itself), so they bind **every attacker**, biased or
+not, whatever else it knows; with Poisson sampling, except which steps drew the example. The run
+(batches and noise) and the attacker's own dice are random. :func:`normal_limit_true_positive_rate`
+is the exception: it is an estimate.
 
-D from one run is an estimate of E_P Σ_t KL_t, and a bound computed from it is an estimate of the bound;
-:meth:`Guess.upper` takes the conservative end of D's interval. These values depend on private data: keep them secret.
+D from one run is an estimate of E_P Σ_t KL_t, and a bound computed from it is an estimate of the
+bound; :meth:`Guess.upper` takes the conservative end of D's interval. These values depend on
+private data: keep them secret.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from torchfil.fisher.results import Estimate
-from torchfil.utils.errors import require
 
 __all__ = [
     "Guess",
@@ -38,25 +40,32 @@ __all__ = [
 ]
 
 Numbers = float | Sequence[float] | Tensor
-_HALVINGS = 64  # of an interval in [0, 1]: more than rounding leaves, so even small rates keep their digits
+# of an interval in [0, 1]: more than rounding leaves, so even small rates keep their digits
+_HALVINGS = 64
 
 
 @dataclass(frozen=True)
 class Guess:
     """How well any attacker can guess the answer to a question about each example, from one run.
 
-    D is measured along one run, so it is an estimate of its mean over runs (its error includes the random choice of
-    batches and the path of the weights only if the estimate says so). The bounds are concave in D: at an estimate they
-    are too small on average, not too large. Quote them from :meth:`upper`.
+    D is measured along one run, so it is an estimate of its mean over runs (its error includes the
+    random choice of batches and the path of the weights only if the estimate says so). The bounds
+    are concave in D: at an estimate they are too small on average, not too large. Quote them from
+    :meth:`upper`.
 
     Attributes:
-        divergence: D = KL(P ‖ P') of each example, [ids], or of each of several alternatives, [ids, alternatives].
+        divergence: D = KL(P ‖ P') of each example, [ids], or of each of several alternatives, [ids,
+            alternatives].
         alternatives: The names of the alternatives, one per column of D; empty: no names.
-        complete: Whether the alternatives are all possible answers, including the true one (with D = 0).
-        largest: The most that D can be, whatever the gradients are: that of gradients at the clipping threshold.
+        complete: Whether the alternatives are all possible answers, including the true one (with D
+            = 0).
+        largest: The most that D can be, whatever the gradients are: that of gradients at the
+            clipping threshold.
 
     Example:
-        >>> guess = Guess(Estimate(torch.tensor([0.2354]), torch.tensor([0.01]), "estimate"), ("absent",))
+        >>> guess = Guess(
+        ...     Estimate(torch.tensor([0.2354]), torch.tensor([0.01]), "estimate"), ("absent",)
+        ... )
         >>> guess.true_positive_rate([0.01, 0.05])
         tensor([[0.1353, 0.2556]], dtype=torch.float64)
         >>> guess.upper(0.95).true_positive_rate(0.05)
@@ -70,24 +79,37 @@ class Guess:
 
     def __post_init__(self) -> None:
         shape, names = tuple(self.divergence.value.shape), len(self.alternatives)
-        require(len(shape) in (1, 2), f"divergence has shape {shape}; it must be [ids] or [ids, alternatives]")
+        if len(shape) not in (1, 2):
+            raise ValueError(
+                f"divergence has shape {shape}; it must be [ids] or [ids, alternatives]"
+            )
         columns = shape[1] if len(shape) == 2 else 1
-        require(names in (0, columns), f"alternatives has {names} names for {columns} columns of divergence")
+        if names not in (0, columns):
+            raise ValueError(f"alternatives has {names} names for {columns} columns of divergence")
 
     def upper(self, confidence: float = 0.95) -> Guess:
-        """The same at the upper end of D's interval, which D exceeds with probability (1 − confidence)/2.
+        """The same at the upper end of D's interval, which D exceeds with probability (1 −
+        confidence)/2.
 
         It is never above ``largest``, so that it holds for examples that were hardly drawn, too.
         """
         high = self.divergence.interval(confidence)[1].clamp(max=self.largest)
-        return replace(self, divergence=Estimate(high, torch.zeros_like(high), "upper bound", positive=True))
+        return replace(
+            self, divergence=Estimate(high, torch.zeros_like(high), "upper bound", positive=True)
+        )
 
     def true_positive_rate(self, false_positive_rate: Numbers) -> Tensor:
-        """For every attacker: :func:`largest_true_positive_rate`; D's shape, then the rates' shape."""
+        """For every attacker: :func:`largest_true_positive_rate`.
+
+        D's shape, then the rates' shape.
+        """
         return largest_true_positive_rate(*_beside(self.divergence.value, false_positive_rate))
 
     def normal_limit(self, false_positive_rate: Numbers) -> Tensor:
-        """An estimate for the best attacker, not a bound: :func:`normal_limit_true_positive_rate`; shapes as above."""
+        """An estimate for the best attacker, not a bound: :func:`normal_limit_true_positive_rate`.
+
+        Shapes as above.
+        """
         return normal_limit_true_positive_rate(*_beside(self.divergence.value, false_positive_rate))
 
     def total_variation(self) -> Tensor:
@@ -95,25 +117,35 @@ class Guess:
         return largest_total_variation(self.divergence.value)
 
     def success(self, prior: Numbers) -> Tensor:
-        """For every attacker: :func:`largest_success` with prior(s) of the truth; D's shape, then the priors' shape."""
+        """For every attacker: :func:`largest_success` with prior(s) of the truth.
+
+        D's shape, then the priors' shape.
+        """
         return largest_success(*_beside(self.divergence.value, prior))
 
     def posterior(self, prior: Numbers) -> Tensor:
-        """For every attacker with this prior: :func:`expected_posterior_bound`; D's shape, then the priors' shape."""
+        """For every attacker with this prior: :func:`expected_posterior_bound`.
+
+        D's shape, then the priors' shape.
+        """
         return expected_posterior_bound(*_beside(self.divergence.value, prior))
 
     def several(self, priors: Numbers, overall_rate: Numbers) -> Tensor:
-        """For every attacker: :func:`largest_naming_rate` of the true answer among all, [ids], then the rates' shape.
+        """For every attacker: :func:`largest_naming_rate` of the true answer among all, [ids], then
+        the rates' shape.
 
         Args:
-            priors: The prior of each alternative in turn, [answers] or [ids, answers]; the true answer's prior comes
-                first unless the alternatives are complete.
-            overall_rate: β, how often the attacker names this answer over runs whose answer is drawn with the prior.
+            priors: The prior of each alternative in turn, [answers] or [ids, answers]; the true
+                answer's prior comes first unless the alternatives are complete.
+            overall_rate: β, how often the attacker names this answer over runs whose answer is
+                drawn with the prior.
         """
         return largest_true_positive_rate(*_beside(self.mixture_divergence(priors), overall_rate))
 
     def mixture_divergence(self, priors: Numbers) -> Tensor:
-        """:func:`divergence_from_mixture` of the true answer and all alternatives, [ids]; priors as in `several`.
+        """:func:`divergence_from_mixture` of the true answer and all alternatives, [ids].
+
+        Priors as in `several`.
 
         :func:`fano_success` takes its mean over records whose answers follow the prior.
         """
@@ -125,15 +157,16 @@ class Guess:
 def largest_true_positive_rate(divergence: Numbers, false_positive_rate: Numbers) -> Tensor:
     """The largest t with kl(t ‖ α) = t log(t/α) + (1−t) log((1−t)/(1−α)) ≤ D; binds every attacker.
 
-    If an attacker says "this answer" in at most α of the runs where it is false, it says so in at most t of the runs
-    where it is true: by data processing, kl(P(yes) ‖ P'(yes)) ≤ KL(P ‖ P').
+    If an attacker says "this answer" in at most α of the runs where it is false, it says so in at
+    most t of the runs where it is true: by data processing, kl(P(yes) ‖ P'(yes)) ≤ KL(P ‖ P').
 
     Args:
         divergence: D = KL(P ‖ P') ≥ 0, P of the true answer.
         false_positive_rate: α in [0, 1]; broadcast against D.
 
     Returns:
-        t in [α, 1], float64, to 1e-12. D = 0 gives α, D = ∞ gives 1, and α = 0 gives 0 for every finite D.
+        t in [α, 1], float64, to 1e-12. D = 0 gives α, D = ∞ gives 1, and α = 0 gives 0 for every
+        finite D.
 
     Example:
         >>> largest_true_positive_rate([0.0, 0.2354, float("inf")], 0.05)
@@ -153,26 +186,33 @@ def divergence_of_rate(rate: float, false_positive_rate: float) -> float:
         >>> round(float(largest_true_positive_rate(divergence_of_rate(0.25, 0.01), 0.01)), 6)
         0.25
     """
-    return rate * math.log(rate / false_positive_rate) + (1 - rate) * math.log((1 - rate) / (1 - false_positive_rate))
+    return rate * math.log(rate / false_positive_rate) + (1 - rate) * math.log(
+        (1 - rate) / (1 - false_positive_rate)
+    )
 
 
 def normal_limit_true_positive_rate(divergence: Numbers, false_positive_rate: Numbers) -> Tensor:
-    """Φ(Φ⁻¹(α) + sqrt(2D)): an **estimate** of the best attacker's true-positive rate at α, not a bound.
+    """Φ(Φ⁻¹(α) + sqrt(2D)): an **estimate** of the best attacker's true-positive rate at α, not a
+    bound.
 
-    It is exact if log p/p' is normal: in the limit of many steps that each reveal little, and for a Gaussian release.
+    It is exact if log p/p' is normal: in the limit of many steps that each reveal little, and for a
+    Gaussian release.
 
     Example:
         >>> normal_limit_true_positive_rate(0.5, [0.01, 0.1])  # 1 standard deviation apart
         tensor([0.0924, 0.3891], dtype=torch.float64)
     """
     limit, alpha = _checked(divergence, false_positive_rate, "false_positive_rate")
-    return torch.where(limit.isinf(), 1.0, torch.special.ndtr(torch.special.ndtri(alpha) + (2 * limit).sqrt()))
+    return torch.where(
+        limit.isinf(), 1.0, torch.special.ndtr(torch.special.ndtri(alpha) + (2 * limit).sqrt())
+    )
 
 
 def largest_total_variation(divergence: Numbers) -> Tensor:
     """min( sqrt(D/2), sqrt(1 − e^{−D}) ): the bounds of Pinsker and of Bretagnolle and Huber.
 
-    For every attacker, the true-positive rate is at most this much above the false-positive rate, at any threshold.
+    For every attacker, the true-positive rate is at most this much above the false-positive rate,
+    at any threshold.
 
     Example:
         >>> largest_total_variation([0.0, 0.02, 4.0])
@@ -184,10 +224,11 @@ def largest_total_variation(divergence: Numbers) -> Tensor:
 
 
 def largest_success(divergence: Numbers, prior: Numbers) -> Tensor:
-    """How often any attacker picks the right one of two answers: at most π₀ + π₁·TV, with priors π₀ ≥ π₁.
+    """How often any attacker picks the right one of two answers: at most π₀ + π₁·TV, with priors π₀
+    ≥ π₁.
 
-    The truth is drawn with the prior here: π P(A) + (1−π)(1 − P'(A)) ≤ max(π, 1−π) + min(π, 1−π)·TV for every set A of
-    releases that makes the attacker say "the true one".
+    The truth is drawn with the prior here: π P(A) + (1−π)(1 − P'(A)) ≤ max(π, 1−π) + min(π, 1−π)·TV
+    for every set A of releases that makes the attacker say "the true one".
 
     Args:
         divergence: D = KL(P ‖ P') ≥ 0.
@@ -198,15 +239,19 @@ def largest_success(divergence: Numbers, prior: Numbers) -> Tensor:
         tensor([0.6000, 0.6400, 1.0000], dtype=torch.float64)
     """
     limit, true = _checked(divergence, prior, "prior")
-    return torch.maximum(true, 1 - true) + torch.minimum(true, 1 - true) * largest_total_variation(limit)
+    return torch.maximum(true, 1 - true) + torch.minimum(true, 1 - true) * largest_total_variation(
+        limit
+    )
 
 
 def expected_posterior_bound(divergence: Numbers, prior: Numbers) -> Tensor:
-    """The largest mean, over runs on the truth, of the probability that a Bayesian attacker assigns to the truth.
+    """The largest mean, over runs on the truth, of the probability that a Bayesian attacker assigns
+    to the truth.
 
-    Proof: let the attacker say yes with probability T, its posterior; then kl(E_P T ‖ E_P' T) ≤ D by data processing.
-    Posteriors average to the prior: π E_P T + (1−π) E_P' T = π. The result is the largest E_P T under both conditions;
-    it binds every attacker with this prior. In a single run the posterior may be higher.
+    Proof: let the attacker say yes with probability T, its posterior; then kl(E_P T ‖ E_P' T) ≤ D
+    by data processing. Posteriors average to the prior: π E_P T + (1−π) E_P' T = π. The result is
+    the largest E_P T under both conditions; it binds every attacker with this prior. In a single
+    run the posterior may be higher.
 
     Args:
         divergence: D = KL(P ‖ P') ≥ 0, P of the true answer.
@@ -220,16 +265,19 @@ def expected_posterior_bound(divergence: Numbers, prior: Numbers) -> Tensor:
     _check_open(true)
 
     # with d = E_P T − E_P' T, the second equation becomes E_P' T = π(1 − d)
-    gap = _largest(lambda gap: _binary_divergence(true * (1 - gap), gap), torch.ones_like(true), limit)
+    gap = _largest(
+        lambda gap: _binary_divergence(true * (1 - gap), gap), torch.ones_like(true), limit
+    )
     return true + (1 - true) * gap
 
 
 def expected_log_posterior_bound(divergence: Numbers, prior: Numbers) -> Tensor:
-    """The largest mean log posterior of the truth, over runs on the truth: log π − log(π + (1−π) e^{−D}).
+    """The largest mean log posterior of the truth, over runs on the truth: log π − log(π + (1−π)
+    e^{−D}).
 
-    Proof: log T = log π − log(π + (1−π) e^{−L}) with L = log p/p' is concave in L, and E_P L = D (Jensen). So the
-    posterior's geometric mean is at most the posterior at e^D times the prior odds. Binds every attacker with this
-    prior.
+    Proof: log T = log π − log(π + (1−π) e^{−L}) with L = log p/p' is concave in L, and E_P L = D
+    (Jensen). So the posterior's geometric mean is at most the posterior at e^D times the prior
+    odds. Binds every attacker with this prior.
 
     Example:
         >>> expected_log_posterior_bound([0.0, 0.1], 0.39).exp()
@@ -241,9 +289,11 @@ def expected_log_posterior_bound(divergence: Numbers, prior: Numbers) -> Tensor:
 
 
 def divergence_from_mixture(divergences: Numbers, priors: Numbers) -> Tensor:
-    """−log Σ_a π_a e^{−D_a} ≥ KL(P ‖ Σ_a π_a P_a), D_a = KL(P ‖ P_a): how far the truth is from all answers together.
+    """−log Σ_a π_a e^{−D_a} ≥ KL(P ‖ Σ_a π_a P_a), D_a = KL(P ‖ P_a): how far the truth is from all
+    answers together.
 
-    Proof: log p/Σ_a π_a p_a = −log Σ_a π_a e^{−L_a} is concave in L_a = log p/p_a, and E_P L_a = D_a (Jensen).
+    Proof: log p/Σ_a π_a p_a = −log Σ_a π_a e^{−L_a} is concave in L_a = log p/p_a, and E_P L_a =
+    D_a (Jensen).
 
     Args:
         divergences: D_a ≥ 0, [..., answers], including the true answer (its D is 0).
@@ -259,15 +309,20 @@ def divergence_from_mixture(divergences: Numbers, priors: Numbers) -> Tensor:
     limits, shares = _tensors(divergences, priors)
     _check_divergence(limits)
     _check_priors(shares)
-    shapes = f"divergences has shape {tuple(limits.shape)} and priors {tuple(shares.shape)}"
-    require(limits.shape[-1:] == shares.shape[-1:], f"{shapes}; both need one entry per answer, the true one included")
+    if limits.shape[-1:] != shares.shape[-1:]:
+        raise ValueError(
+            f"divergences has shape {tuple(limits.shape)} and priors {tuple(shares.shape)}; both "
+            "need one entry per answer, the true one included"
+        )
     return (-torch.logsumexp(shares.log() - limits, dim=-1)).clamp(min=0)
 
 
 def largest_naming_rate(divergences: Numbers, priors: Numbers, overall_rate: Numbers) -> Tensor:
-    """How often any attacker names the true one of several answers, if it names it β of the time overall: at most t.
+    """How often any attacker names the true one of several answers, if it names it β of the time
+    overall: at most t.
 
-    kl(t ‖ β) ≤ KL(P ‖ Σ_a π_a P_a), by data processing; "overall" means over runs whose answer is drawn with the prior.
+    kl(t ‖ β) ≤ KL(P ‖ Σ_a π_a P_a), by data processing; "overall" means over runs whose answer is
+    drawn with the prior.
 
     Args:
         divergences: D_a, [..., answers], as in :func:`divergence_from_mixture`.
@@ -282,11 +337,13 @@ def largest_naming_rate(divergences: Numbers, priors: Numbers, overall_rate: Num
 
 
 def fano_success(mean_information: Numbers, prior: int | Sequence[float] | Tensor) -> Tensor:
-    """The largest share of records whose answer, drawn with the prior, any attacker names correctly: Fano's inequality.
+    """The largest share of records whose answer, drawn with the prior, any attacker names
+    correctly: Fano's inequality.
 
-    With I the mutual information between answer and release, kl(success ‖ max_a π_a) ≤ I by data processing, and
-    kl(success ‖ 1/m) ≤ I + log m − H(π) (Fano); the result is the smaller of the two bounds. Both are concave in I, so
-    I may be a mean over records. Binds every attacker, **on average over people**; one record may be named more often.
+    With I the mutual information between answer and release, kl(success ‖ max_a π_a) ≤ I by data
+    processing, and kl(success ‖ 1/m) ≤ I + log m − H(π) (Fano); the result is the smaller of the
+    two bounds. Both are concave in I, so I may be a mean over records. Binds every attacker, **on
+    average over people**; one record may be named more often.
 
     Args:
         mean_information: I in nats: the mean of KL(P ‖ Σ_a π_a P_a), or of a bound on it
@@ -300,7 +357,10 @@ def fano_success(mean_information: Numbers, prior: int | Sequence[float] | Tenso
         tensor(0.7684, dtype=torch.float64)
     """
     if isinstance(prior, int):
-        require(prior >= 1, f"prior={prior} must be a number of answers, at least 1, or one prior per answer")
+        if not prior >= 1:
+            raise ValueError(
+                f"prior={prior} must be a number of answers, at least 1, or one prior per answer"
+            )
         prior = torch.full((prior,), 1 / prior, dtype=torch.float64)
     information, shares = _tensors(mean_information, prior)
     _check_divergence(information, "mean_information")
@@ -309,7 +369,9 @@ def fano_success(mean_information: Numbers, prior: int | Sequence[float] | Tenso
     likely = shares[shares > 0]
     spare = (math.log(len(likely)) + torch.xlogy(likely, likely).sum()).clamp(min=0)  # log m − H(π)
     processed = largest_true_positive_rate(information, likely.max())
-    return torch.minimum(processed, largest_true_positive_rate(information + spare, 1 / len(likely)))
+    return torch.minimum(
+        processed, largest_true_positive_rate(information + spare, 1 / len(likely))
+    )
 
 
 def _binary_divergence(rate: Tensor, gain: Tensor) -> Tensor:
@@ -344,12 +406,18 @@ def _checked(divergence: Numbers, rate: Numbers, name: str) -> tuple[Tensor, Ten
     """D and a probability, broadcast against each other."""
     limit, probability = torch.broadcast_tensors(*_tensors(divergence, rate))
     _check_divergence(limit)
-    _check_all(probability, (probability >= 0) & (probability <= 1), name, "lie in [0, 1]: it is a probability")
+    _check_all(
+        probability,
+        (probability >= 0) & (probability <= 1),
+        name,
+        "lie in [0, 1]: it is a probability",
+    )
     return limit, probability
 
 
 def _check_all(values: Tensor, fine: Tensor, name: str, rule: str) -> None:
-    require(bool(fine.all()), f"{name}={values[~fine].flatten().tolist()[:1]} must {rule}")
+    if not fine.all():
+        raise ValueError(f"{name}={values[~fine].flatten().tolist()[:1]} must {rule}")
 
 
 def _check_divergence(limit: Tensor, name: str = "divergence") -> None:
@@ -357,10 +425,18 @@ def _check_divergence(limit: Tensor, name: str = "divergence") -> None:
 
 
 def _check_open(prior: Tensor) -> None:
-    rule = "lie strictly between 0 and 1: no release changes the odds of what is impossible or certain"
+    rule = (
+        "lie strictly between 0 and 1: no release changes the odds of what is impossible or certain"
+    )
     _check_all(prior, (prior > 0) & (prior < 1), "prior", rule)
 
 
 def _check_priors(priors: Tensor) -> None:
-    fine = priors.ndim > 0 and bool((priors >= 0).all()) and bool(((priors.sum(dim=-1) - 1).abs() <= 1e-6).all())
-    require(fine, f"priors={priors.tolist()} must hold one probability ≥ 0 for each answer and sum to 1")
+    if not (
+        priors.ndim > 0
+        and bool((priors >= 0).all())
+        and bool(((priors.sum(dim=-1) - 1).abs() <= 1e-6).all())
+    ):
+        raise ValueError(
+            f"priors={priors.tolist()} must hold one probability ≥ 0 for each answer and sum to 1"
+        )

@@ -1,4 +1,7 @@
-"""The fixture ``assert_private_step``, for every project that has torchfil installed; it loads torch when used."""
+"""The fixture ``assert_private_step``, for every project that has torchfil installed.
+
+It loads torch when used.
+"""
 
 import pytest
 

@@ -1,9 +1,11 @@
-"""Questions about an example with finitely many answers: which answer could an attacker infer from the model?
+"""Questions about an example with finitely many answers: which answer could an attacker infer from
+the model?
 
-A question defines one or more alternatives for every example of a batch: the same example with another answer (another
-value of a column, another label, another token), or no example at all. For each example and alternative, the run keeps
-D = KL(P ‖ P′), where P and P′ are the laws of everything that training releases with the true example and with the
-alternative; :mod:`torchfil.guessing` says what D means for every attacker.
+A question defines one or more alternatives for every example of a batch: the same example with
+another answer (another value of a column, another label, another token), or no example at all. For
+each example and alternative, the run keeps D = KL(P ‖ P′), where P and P′ are the laws of
+everything that training releases with the true example and with the alternative;
+:mod:`torchfil.guessing` says what D means for every attacker.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import torch
 from torch import Tensor
 
 from torchfil.private import Coordinates, Inputs, as_call
-from torchfil.utils.errors import require
 from torchfil.utils.trees import map_tensors
 
 __all__ = [
@@ -60,11 +61,12 @@ class Question:
     def alternatives(self, inputs: Inputs, targets: object) -> tuple[Alternative | None, ...]:
         """The batch with each of the answers; None: without the example.
 
-        If an answer is the true one of an example, its alternative is the example itself, and D = 0.
+        If an answer is the true one of an example, its alternative is the example itself, and D =
+        0.
 
         Args:
-            inputs: In the form that the model takes: a tensor, a tuple or a dict; a dict by position and name if the
-                model is called with both. Do not change them in place.
+            inputs: In the form that the model takes: a tensor, a tuple or a dict; a dict by
+                position and name if the model is called with both. Do not change them in place.
             targets: As the loss takes them, or None.
         """
         raise NotImplementedError
@@ -74,8 +76,8 @@ class Question:
 class Absent(Question):
     """Was the example in the data at all (membership)?
 
-    The alternative is the run in which its gradients are left out (zero-out adjacency): n, q and the divisor of the
-    noisy sums are the same in both, and public.
+    The alternative is the run in which its gradients are left out (zero-out adjacency): n, q and
+    the divisor of the noisy sums are the same in both, and public.
 
     Example:
         >>> Absent().answers
@@ -97,8 +99,8 @@ class Change(Question):
     """Any change of a batch, defined by functions.
 
     Attributes:
-        function: ``function(inputs, targets) -> (inputs, targets)``, which returns the alternative for every example
-            of the batch; or several such functions by the name of the answer.
+        function: ``function(inputs, targets) -> (inputs, targets)``, which returns the alternative
+            for every example of the batch; or several such functions by the name of the answer.
 
     Example:
         >>> darker = Change(lambda inputs, targets: (inputs * 0.5, targets))
@@ -106,7 +108,9 @@ class Change(Question):
         tensor([[0.5000, 0.5000]])
     """
 
-    function: Callable[[Any, Any], tuple[Any, Any]] | Mapping[str, Callable[[Any, Any], tuple[Any, Any]]]
+    function: (
+        Callable[[Any, Any], tuple[Any, Any]] | Mapping[str, Callable[[Any, Any], tuple[Any, Any]]]
+    )
 
     @property
     def _functions(self) -> Mapping[str, Callable[[Any, Any], tuple[Any, Any]]]:
@@ -119,14 +123,20 @@ class Change(Question):
 
     def alternatives(self, inputs: Inputs, targets: object) -> tuple[Alternative | None, ...]:
         """The functions' results; each function gets copies, which it may change."""
-        return tuple(_called(name, function, inputs, targets) for name, function in self._functions.items())
+        return tuple(
+            _called(name, function, inputs, targets) for name, function in self._functions.items()
+        )
 
 
-def _called(name: str, function: Callable[[Any, Any], Any], inputs: object, targets: object) -> Alternative:
+def _called(
+    name: str, function: Callable[[Any, Any], Any], inputs: object, targets: object
+) -> Alternative:
     given = function(*map_tensors(Tensor.clone, (inputs, targets)))
     if not (isinstance(given, tuple) and len(given) == 2):
-        what = f"the answer {name!r} of Change returned a {type(given).__name__}"
-        raise TypeError(f"{what}; its function must return the pair (inputs, targets)")
+        raise TypeError(
+            f"the answer {name!r} of Change returned a {type(given).__name__}; its function must "
+            "return the pair (inputs, targets)"
+        )
     return Alternative(*given)
 
 
@@ -137,7 +147,8 @@ class Column(Question):
     Attributes:
         column: The column's number, along the last dimension of the input.
         values: The possible values.
-        by: Changes of the true value, instead of ``values``: (10.0,) for an age that is ten years higher.
+        by: Changes of the true value, instead of ``values``: (10.0,) for an age that is ten years
+            higher.
         names: The answers' names; None: the values.
         input: The position or name of the input.
 
@@ -153,13 +164,16 @@ class Column(Question):
     input: Key = 0
 
     def __post_init__(self) -> None:
-        require(bool(self.values) != bool(self.by), f"Column({self.column}) needs either values= or by=, not both")
+        if bool(self.values) == bool(self.by):
+            raise ValueError(f"Column({self.column}) needs either values= or by=, not both")
         _check_names(self.names, len(self.values or self.by))
 
     @property
     def answers(self) -> tuple[str, ...]:
         """The values, or the changes with their sign."""
-        return _named(self.names, [*(f"{value:g}" for value in self.values), *(f"{by:+g}" for by in self.by)])
+        return _named(
+            self.names, [*(f"{value:g}" for value in self.values), *(f"{by:+g}" for by in self.by)]
+        )
 
     def alternatives(self, inputs: Inputs, targets: object) -> tuple[Alternative | None, ...]:
         """The column with each value."""
@@ -172,10 +186,12 @@ class Column(Question):
 
 @dataclass(frozen=True)
 class OneHot(Question):
-    """Another value of an attribute that is coded in several columns, one of them 1 and the others 0.
+    """Another value of an attribute that is coded in several columns, one of them 1 and the others
+    0.
 
     Attributes:
-        columns: The columns' numbers, along the last dimension of the input; each column is an answer.
+        columns: The columns' numbers, along the last dimension of the input; each column is an
+            answer.
         names: The names of the columns' answers; None: the column numbers.
         dropped: The name of one more answer, which has no column: all columns are low.
         high: The value that means "this one" (one value per column if columns are standardised).
@@ -183,7 +199,10 @@ class OneHot(Question):
         input: The position or name of the input.
 
     Example:
-        >>> [a.inputs.tolist() for a in OneHot((0, 1)).alternatives(torch.tensor([[1.0, 0.0, 7.0]]), None)]
+        >>> [
+        ...     a.inputs.tolist()
+        ...     for a in OneHot((0, 1)).alternatives(torch.tensor([[1.0, 0.0, 7.0]]), None)
+        ... ]
         [[[1.0, 0.0, 7.0]], [[0.0, 1.0, 7.0]]]
     """
 
@@ -197,11 +216,16 @@ class OneHot(Question):
 
     def __post_init__(self) -> None:
         count, several = len(self.columns), len(self.columns) + (self.dropped is not None) > 1
-        require(several, f"OneHot needs at least two answers, got the columns {list(self.columns)}; use Column")
+        if not several:
+            raise ValueError(
+                f"OneHot needs at least two answers, got the columns {list(self.columns)}; use "
+                "Column"
+            )
         _check_names(self.names, count)
         for name, value in (("high", self.high), ("low", self.low)):
             given = len(value) if isinstance(value, Sequence) else count
-            require(given == count, f"OneHot: {name} has {given} values for {count} columns")
+            if given != count:
+                raise ValueError(f"OneHot: {name} has {given} values for {count} columns")
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -210,7 +234,10 @@ class OneHot(Question):
         return named if self.dropped is None else (self.dropped, *named)
 
     def alternatives(self, inputs: Inputs, targets: object) -> tuple[Alternative | None, ...]:
-        """Each column high and the others low; before these, all columns low if that is an answer."""
+        """Each column high and the others low.
+
+        Before these, all columns low if that is an answer.
+        """
 
         def fill(tensor: Tensor, place: int) -> None:
             for k, column in enumerate(self.columns):
@@ -226,12 +253,17 @@ class Label(Question):
     """Another label: every class, or every value that the target can have, is an answer.
 
     Attributes:
-        num_classes: How many classes there are; targets are class numbers, or class probabilities [batch, classes].
+        num_classes: How many classes there are; targets are class numbers, or class probabilities
+            [batch, classes].
         names: The answers' names; None: the classes' numbers, or the values.
-        values: The target's possible values, instead of ``num_classes``, for targets [batch] that are numbers.
+        values: The target's possible values, instead of ``num_classes``, for targets [batch] that
+            are numbers.
 
     Example:
-        >>> [a.targets.tolist() for a in Label(2).alternatives(torch.zeros(2, 1), torch.tensor([0, 1]))]
+        >>> [
+        ...     a.targets.tolist()
+        ...     for a in Label(2).alternatives(torch.zeros(2, 1), torch.tensor([0, 1]))
+        ... ]
         [[0, 0], [1, 1]]
     """
 
@@ -242,8 +274,10 @@ class Label(Question):
 
     def __post_init__(self) -> None:
         classes, values = self.num_classes, len(self.values)
-        given = values > 0 if classes is None else classes > 1 and values == 0
-        require(given, f"Label(num_classes={classes}) needs two classes at least, or values= instead")
+        if not (values > 0 if classes is None else classes > 1 and values == 0):
+            raise ValueError(
+                f"Label(num_classes={classes}) needs two classes at least, or values= instead"
+            )
         _check_names(self.names, len(self._labels))
 
     @property
@@ -258,7 +292,9 @@ class Label(Question):
     def alternatives(self, inputs: Inputs, targets: object) -> tuple[Alternative | None, ...]:
         """The batch with each label as everybody's target."""
         if not isinstance(targets, Tensor):
-            raise TypeError(f"Label needs a tensor of targets, got {type(targets).__name__}; use Change")
+            raise TypeError(
+                f"Label needs a tensor of targets, got {type(targets).__name__}; use Change"
+            )
 
         def labelled(label: Any) -> Tensor:
             if self.num_classes is None or not targets.is_floating_point() or targets.ndim == 1:
@@ -312,8 +348,9 @@ class Region(Question):
     """The input with a part hidden: a superpixel greyed out, or some columns set to their mean.
 
     Attributes:
-        coordinates: A boolean mask that broadcasts to one example (:func:`torchfil.private.superpixel` makes one), or
-            numbers or a slice along the last dimension.
+        coordinates: A boolean mask that broadcasts to one example
+            (:func:`torchfil.private.superpixel` makes one), or numbers or a slice along the last
+            dimension.
         value: The value that replaces this part.
         input: The position or name of the input.
 
@@ -354,21 +391,31 @@ def check_questions(questions: Mapping[str, Question]) -> dict[str, Question]:
         ValueError: A question has no answers, or two answers with one name.
     """
     if not isinstance(questions, Mapping):
-        raise TypeError(f"questions={questions!r} must name each question: questions={{'member': Absent()}}")
+        raise TypeError(
+            f"questions={questions!r} must name each question: questions={{'member': Absent()}}"
+        )
     for name, question in questions.items():
         if not isinstance(name, str) or not name:
             raise TypeError(f"the question {name!r} needs a string as its name")
         if not isinstance(question, Question):
-            raise TypeError(f"the question {name!r} is {question!r}; give one of torchfil.questions, such as Absent()")
+            raise TypeError(
+                f"the question {name!r} is {question!r}; give one of torchfil.questions, such as "
+                "Absent()"
+            )
         answers = question.answers
-        distinct = len(set(answers)) == len(answers) > 0
-        require(distinct, f"the question {name!r} needs answers with different names, got {list(answers)}")
+        if not len(set(answers)) == len(answers) > 0:
+            raise ValueError(
+                f"the question {name!r} needs answers with different names, got {list(answers)}"
+            )
     return dict(questions)
 
 
 def _check_names(names: Sequence[str] | None, count: int) -> None:
     given = count if names is None else len(names)
-    require(given == count, f"names has {given} entries for {count} answers; give one for each, in order")
+    if given != count:
+        raise ValueError(
+            f"names has {given} entries for {count} answers; give one for each, in order"
+        )
 
 
 def _named(names: Sequence[str] | None, otherwise: Iterable[str]) -> tuple[str, ...]:
@@ -376,7 +423,11 @@ def _named(names: Sequence[str] | None, otherwise: Iterable[str]) -> tuple[str, 
 
 
 def _filled(
-    inputs: object, targets: object, key: Key, fill: Callable[[Tensor, Any], None], values: Iterable[object]
+    inputs: object,
+    targets: object,
+    key: Key,
+    fill: Callable[[Tensor, Any], None],
+    values: Iterable[object],
 ) -> tuple[Alternative, ...]:
     """The batch with each value: ``fill(tensor, value)`` puts it into a copy of one input."""
 
@@ -385,17 +436,25 @@ def _filled(
         fill(copy, value)
         return copy
 
-    return tuple(Alternative(_with_input(inputs, key, partial(changed, value=value)), targets) for value in values)
+    return tuple(
+        Alternative(_with_input(inputs, key, partial(changed, value=value)), targets)
+        for value in values
+    )
 
 
 def _with_input(inputs: Any, key: Key, change: Callable[[Tensor], Tensor]) -> Any:
     """The inputs with this one changed."""
     if isinstance(inputs, Mapping):
-        require(key in inputs, f"input={key!r} is unknown: the model's inputs are {list(inputs)}; pass one of them")
+        if key not in inputs:
+            raise ValueError(
+                f"input={key!r} is unknown: the model's inputs are {list(inputs)}; pass one of them"
+            )
         return {**inputs, key: change(inputs[key])}
     args = as_call(inputs)[0]
     if not (isinstance(key, int) and -len(args) <= key < len(args)):
-        raise ValueError(f"input={key!r} is not one of the model's {len(args)} positional inputs; the first is 0")
+        raise ValueError(
+            f"input={key!r} is not one of the model's {len(args)} positional inputs; the first is 0"
+        )
     if isinstance(inputs, Tensor):
         return change(inputs)
     place = key % len(args)

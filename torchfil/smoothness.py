@@ -1,11 +1,12 @@
 """Whether a model is smooth enough for Fisher information, and how to make it smooth.
 
-The Fisher information of a step needs the derivative of the gradient, that is, the second derivative of the
-network. With ReLU or max pooling, the gradient jumps as the input changes: its Jacobian exists almost
-everywhere but misses the jumps, and the Cramér–Rao bound computed from it can fail.
+The Fisher information of a step needs the derivative of the gradient, that is, the second
+derivative of the network. With ReLU or max pooling, the gradient jumps as the input changes: its
+Jacobian exists almost everywhere but misses the jumps, and the Cramér–Rao bound computed from it
+can fail.
 
-Registered rules judge modules, as in Opacus's ``ModuleValidator``. Non-smooth functions that a ``forward``
-calls directly are found only by running the model: pass ``example_inputs``.
+Registered rules judge modules, as in Opacus's ``ModuleValidator``. Non-smooth functions that a
+``forward`` calls directly are found only by running the model: pass ``example_inputs``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchfil.private import Inputs, as_call
-from torchfil.utils.errors import UnsupportedModuleError, require
+from torchfil.utils.errors import UnsupportedModuleError
 
 __all__ = [
     "ACTIVATIONS",
@@ -87,22 +88,30 @@ class SmoothnessValidator:
 
         Args:
             model: Any module.
-            example_inputs: A batch in the form that the model takes. If given, the model runs once, and
-                non-smooth functions that its forward pass calls (``F.relu``, ``torch.max`` …) are also named.
+            example_inputs: A batch in the form that the model takes. If given, the model runs once,
+                and non-smooth functions that its forward pass calls (``F.relu``, ``torch.max`` …)
+                are also named.
             strict: Whether to raise the errors instead of returning them.
 
         Raises:
-            NonSmoothModuleError: If ``strict`` and something is non-smooth; the text names every layer.
+            NonSmoothModuleError: If ``strict`` and something is non-smooth; the text names every
+                layer.
         """
         remedy = "Use SmoothnessValidator.fix(model, activation=...) or a smooth layer."
-        errors = [NonSmoothModuleError(f"{w}: {why}. {remedy}") for w, why in non_smooth_layers(model).items()]
+        errors = [
+            NonSmoothModuleError(f"{w}: {why}. {remedy}")
+            for w, why in non_smooth_layers(model).items()
+        ]
 
-        # Layers are named above; in a copy without them, only the forward pass can still call something non-smooth.
+        # Layers are named above; in a copy without them, only the forward pass can still call
+        # something non-smooth.
         if example_inputs is not None:
             smooth_model = _fixed(copy.deepcopy(model), "tanh", {}, lenient=True)
             for operator in sorted(non_smooth_operators(smooth_model, *as_call(example_inputs))):
                 where = f"{type(model).__name__}.forward calls {operator}, whose derivative jumps"
-                remedy = "Call a smooth function instead (torch.tanh, F.gelu, F.softplus, F.avg_pool2d)."
+                remedy = (
+                    "Call a smooth function instead (torch.tanh, F.gelu, F.softplus, F.avg_pool2d)."
+                )
                 errors.append(NonSmoothModuleError(f"{where}. {remedy}"))
 
         if strict and errors:
@@ -118,8 +127,9 @@ class SmoothnessValidator:
     def fix(model: nn.Module, *, activation: str = "tanh") -> nn.Module:
         """A copy of the model with non-smooth activations and max pooling replaced.
 
-        Weights, device, dtype, hooks and training mode stay. Max pooling becomes average pooling of the same
-        geometry. Layers without a smooth counterpart stay, and :meth:`validate` names them.
+        Weights, device, dtype, hooks and training mode stay. Max pooling becomes average pooling of
+        the same geometry. Layers without a smooth counterpart stay, and :meth:`validate` names
+        them.
 
         Args:
             model: Any module.
@@ -128,7 +138,10 @@ class SmoothnessValidator:
         Raises:
             NonSmoothModuleError: The model has dilated max pooling.
         """
-        require(activation in ACTIVATIONS, f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation={activation!r} is unknown; use one of {', '.join(ACTIVATIONS)}"
+            )
         return _fixed(copy.deepcopy(model), activation, {})
 
 
@@ -146,13 +159,21 @@ def _reason(module: nn.Module) -> str | None:
     rule = _RULES.get(type(module))
     if rule is not None and rule[2](module):
         return rule[0]
-    if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)) and module.activation is F.relu:
+    if (
+        isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
+        and module.activation is F.relu
+    ):
         return "its feed-forward activation is F.relu, whose derivative jumps"
     return None
 
 
-def _fixed(module: nn.Module, activation: str, done: dict[int, nn.Module], *, lenient: bool = False) -> nn.Module:
-    """The module with its non-smooth parts replaced; if ``lenient``, parts that cannot be replaced stay."""
+def _fixed(
+    module: nn.Module, activation: str, done: dict[int, nn.Module], *, lenient: bool = False
+) -> nn.Module:
+    """The module with its non-smooth parts replaced.
+
+    If ``lenient``, parts that cannot be replaced stay.
+    """
     if id(module) in done:  # a module that is used twice stays one module
         return done[id(module)]
 
@@ -173,7 +194,10 @@ def _fixed(module: nn.Module, activation: str, done: dict[int, nn.Module], *, le
     for name, child in list(module._modules.items()):
         if child is not None:
             module._modules[name] = _fixed(child, activation, done, lenient=lenient)
-    if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)) and module.activation is F.relu:
+    if (
+        isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer))
+        and module.activation is F.relu
+    ):
         module.activation = ACTIVATIONS[activation]()
     return module
 
@@ -202,7 +226,9 @@ class _RecordNonSmooth(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def non_smooth_operators(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> set[str]:
+def non_smooth_operators(
+    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
+) -> set[str]:
     """The non-smooth operators that one forward pass calls, in its layers or directly."""
     with torch.no_grad(), _RecordNonSmooth() as record:
         model(*args, **kwargs)
@@ -216,8 +242,12 @@ def _activation(module: nn.Module, activation: str) -> nn.Module:
 def _average_pool(pool: type[nn.Module], module: Any, activation: str) -> nn.Module:
     dilation = module.dilation if isinstance(module.dilation, tuple) else (module.dilation,)
     if any(value != 1 for value in dilation):
-        raise NonSmoothModuleError(f"{module}: dilated max pooling has no smooth counterpart; replace it by hand")
-    return pool(module.kernel_size, stride=module.stride, padding=module.padding, ceil_mode=module.ceil_mode)
+        raise NonSmoothModuleError(
+            f"{module}: dilated max pooling has no smooth counterpart; replace it by hand"
+        )
+    return pool(
+        module.kernel_size, stride=module.stride, padding=module.padding, ceil_mode=module.ceil_mode
+    )
 
 
 def _adaptive_average_pool(pool: type[nn.Module], module: Any, activation: str) -> nn.Module:
@@ -231,7 +261,9 @@ _ACTIVATIONS = """
 """.split()  # noqa: SIM905
 for _name in _ACTIVATIONS:
     register_smoothness_rule(getattr(nn, _name), _JUMPS, fix=_activation)
-register_smoothness_rule(nn.ELU, _JUMPS + " unless alpha = 1", fix=_activation, applies=lambda m: m.alpha != 1)
+register_smoothness_rule(
+    nn.ELU, _JUMPS + " unless alpha = 1", fix=_activation, applies=lambda m: m.alpha != 1
+)
 for _kind, _fix in (("", _average_pool), ("Adaptive", _adaptive_average_pool)):
     for _n in "123":
         _fixer = partial(_fix, getattr(nn, f"{_kind}AvgPool{_n}d"))

@@ -1,4 +1,6 @@
-"""For tests of private training: ``assert_private_step``, also a fixture of that name (``torchfil.pytest_plugin``)."""
+"""For tests of private training: ``assert_private_step``, also a fixture of that name
+(``torchfil.pytest_plugin``).
+"""
 
 from typing import Any
 
@@ -8,10 +10,13 @@ __all__ = ["assert_private_step"]
 
 
 def assert_private_step(train: Train, dataset: Any, **options: Any) -> None:
-    """Replay training on neighbours of a data set; see :func:`torchfil.audit.replay.replay` for the arguments.
+    """Replay training on neighbours of a data set.
+
+    See :func:`torchfil.audit.replay.replay` for the arguments.
 
     Raises:
-        AssertionError: A step is not what its accountant assumes; the message names each fault and a remedy.
+        AssertionError: A step is not what its accountant assumes; the message names each fault and
+            a remedy.
     """
     found = replay(train, dataset, **options)
     if not found.passed:

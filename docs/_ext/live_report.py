@@ -1,4 +1,6 @@
-"""The report that the home page shows: ``torchfil demo`` on scikit-learn's digits, made when the site is built."""
+"""The report that the home page shows: ``torchfil demo`` on scikit-learn's digits, made when the
+site is built.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def make_live_report(app: Any) -> None:
     _torchfil(app, "demo", "--quiet", *DEMO, "-o", str(run.parent))
     _torchfil(app, "report", str(run), "-o", str(report), "--policy", str(POLICY))
     run.unlink()
-    # These digits are public, and a web server must be able to read what a report keeps to its owner.
+    # These digits are public, and a web server must be able to read what a report keeps to its
+    # owner.
     for path in folder.rglob("*"):
         path.chmod(0o755 if path.is_dir() else 0o644)
     made_of.write_text(MADE_OF)

@@ -1,4 +1,6 @@
-"""Every tutorial as an .ipynb file, linked at the top of its page; ``docs/tutorials/run.py`` writes them."""
+"""Every tutorial as an .ipynb file, linked at the top of its page; ``docs/tutorials/run.py`` writes
+them.
+"""
 
 from __future__ import annotations
 

@@ -31,8 +31,16 @@ def as_markdown() -> str:
         text = re.sub(r"(?<![\w`])[\w.]+\((?:[^()]|\([^()]*\))*\)", r"`\g<0>`", text)
         shown = "off" if f"# {example}" in part else f"`{example.partition(' = ')[2]}`"
         kind = kind_of(known[key].type)
-        default = "" if getattr(Policy(), key) not in (None, {}) or key not in RULES else " Left out: not asked for."
-        measured = f" Measured against {RULES[key].baseline}." if key in RULES and RULES[key].baseline else ""
+        default = (
+            ""
+            if getattr(Policy(), key) not in (None, {}) or key not in RULES
+            else " Left out: not asked for."
+        )
+        measured = (
+            f" Measured against {RULES[key].baseline}."
+            if key in RULES and RULES[key].baseline
+            else ""
+        )
         facts = f"{kind[0].upper()}{kind[1:]}. In the template: {shown}.{default}{measured}"
         lines += [f"`{key}`", f": {text}", "", f"  {facts}", ""]
     return "\n".join(lines)
@@ -40,14 +48,23 @@ def as_markdown() -> str:
 
 def presets_as_markdown() -> str:
     """Every preset, whole."""
-    shown = [f"**`{name}`**\n\n```toml\n{preset(name).strip()}\n```" for name in PRESETS if name != "default"]
+    shown = [
+        f"**`{name}`**\n\n```toml\n{preset(name).strip()}\n```"
+        for name in PRESETS
+        if name != "default"
+    ]
     return "\n\n".join(shown)
 
 
 def outcomes_as_markdown() -> str:
     """A table of how a gate ends."""
-    rows = [f"| {each.code} | {each.word} | {each.decision or '–'} | {each.meaning} |" for each in OUTCOMES]
-    return "\n".join(["| exit code | outcome | on the page | when |", "|---|---|---|---|", *sorted(rows)])
+    rows = [
+        f"| {each.code} | {each.word} | {each.decision or '–'} | {each.meaning} |"
+        for each in OUTCOMES
+    ]
+    return "\n".join(
+        ["| exit code | outcome | on the page | when |", "|---|---|---|---|", *sorted(rows)]
+    )
 
 
 def setup(app: Any) -> dict[str, bool]:

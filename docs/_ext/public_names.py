@@ -21,7 +21,9 @@ def check_names(app: Any, env: Any) -> None:
 
 
 def resolve(app: Any, env: Any, node: Any, contnode: Any) -> Any:
-    """A reference by the place of the code leads to the public name, if only one object's name ends like that."""
+    """A reference by the place of the code leads to the public name, if only one object's name ends
+    like that.
+    """
     parts = node.get("reftarget", "").lstrip("~.").split(".")
     foreign = len(parts) > 1 and parts[0].islower() and parts[0] != "torchfil"
     if node.get("refdomain") != "py" or foreign or not parts[-1]:
@@ -29,7 +31,9 @@ def resolve(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     objects = env.domains["py"].objects
     for start in range(len(parts)):
         tail = "." + ".".join(parts[start:])
-        found = [name for name, entry in objects.items() if name.endswith(tail) and not entry.aliased]
+        found = [
+            name for name, entry in objects.items() if name.endswith(tail) and not entry.aliased
+        ]
         if len(found) == 1:
             page, anchor = objects[found[0]].docname, objects[found[0]].node_id
             return make_refnode(app.builder, node["refdoc"], page, anchor, contnode, found[0])

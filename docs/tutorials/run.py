@@ -4,8 +4,9 @@
     python run.py first-report.md --set EPOCHS=2
     python run.py --notebooks FOLDER
 
-It prints what a notebook would show as text. Pictures are drawn but not kept, unless you pass ``--pictures FOLDER``.
-The last line writes all tutorials as .ipynb files, whose first cell installs torchfil if it is missing.
+It prints what a notebook would show as text. Pictures are drawn but not kept, unless you pass
+``--pictures FOLDER``. The last line writes all tutorials as .ipynb files, whose first cell installs
+torchfil if it is missing.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ if importlib.util.find_spec("torchfil") is None:
 
 
 def code_cells(text: str) -> list[tuple[str, str]]:
-    """(tags, code) of every cell of a MyST notebook; tags as written, for example "[parameters]"."""
+    """(tags, code) of every cell of a MyST notebook.
+
+    Tags as written, for example "[parameters]".
+    """
     cells = []
     for body in CELL.findall(text):
         options = re.match(r"(?::[\w-]+:[^\n]*\n)*", body)[0]
@@ -64,10 +68,15 @@ def as_notebook(text: str, page: str = "docs/tutorials") -> dict[str, Any]:
     codes, end = iter(code_cells(text)), 0
     for match in CELL.finditer(body):
         tags, code = next(codes)
-        cells += [_cell("markdown", _plain(body[end : match.start()], page)), _cell("code", code, tags)]
+        cells += [
+            _cell("markdown", _plain(body[end : match.start()], page)),
+            _cell("code", code, tags),
+        ]
         end = match.end()
     cells.append(_cell("markdown", _plain(body[end:], page)))
-    cells = [{**cell, "id": f"cell-{number}"} for number, cell in enumerate(cells) if cell["source"]]
+    cells = [
+        {**cell, "id": f"cell-{number}"} for number, cell in enumerate(cells) if cell["source"]
+    ]
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     about = {"kernelspec": kernel, "language_info": {"name": "python"}}
     return {"cells": cells, "metadata": about, "nbformat": 4, "nbformat_minor": 5}
@@ -88,7 +97,11 @@ def write_notebooks(folder: Path) -> list[Path]:
 
 def _cell(kind: str, source: str, tags: str = "") -> dict[str, Any]:
     names = re.findall(r"[\w-]+", tags)
-    cell = {"cell_type": kind, "metadata": {"tags": names} if names else {}, "source": source.strip("\n")}
+    cell = {
+        "cell_type": kind,
+        "metadata": {"tags": names} if names else {},
+        "source": source.strip("\n"),
+    }
     return {**cell, "execution_count": None, "outputs": []} if kind == "code" else cell
 
 
@@ -105,13 +118,15 @@ def _plain(text: str, page: str) -> str:
     return HTML.sub(r"\1", LINK.sub(named, ADMONITION.sub(quoted, text)))
 
 
-def run_notebook(path: Path, settings: dict[str, Any] | None = None, pictures: Path | None = None) -> dict[str, Any]:
+def run_notebook(
+    path: Path, settings: dict[str, Any] | None = None, pictures: Path | None = None
+) -> dict[str, Any]:
     """Run all cells and return the names that they define.
 
     Args:
         path: The notebook, a MyST file.
-        settings: Values that replace those of the cell tagged ``parameters``, as in papermill. A name that this cell
-            does not set is refused.
+        settings: Values that replace those of the cell tagged ``parameters``, as in papermill. A
+            name that this cell does not set is refused.
         pictures: A folder for every picture that a cell shows: ``01.png``, ``02.png`` and so on.
     """
     os.environ.setdefault("MPLBACKEND", "Agg")
@@ -160,13 +175,24 @@ def _run_cell(code: str, name: str, namespace: dict[str, Any]) -> Any:
 
 def main() -> None:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("notebook", type=Path, nargs="?")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting, for example EPOCHS=2"
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting, for example EPOCHS=2",
     )
     parser.add_argument("--pictures", type=Path, help="the folder for pictures")
-    parser.add_argument("--notebooks", type=Path, metavar="FOLDER", help="write all tutorials as .ipynb files, and end")
+    parser.add_argument(
+        "--notebooks",
+        type=Path,
+        metavar="FOLDER",
+        help="write all tutorials as .ipynb files, and end",
+    )
     options = parser.parse_args()
     if options.notebooks is not None:
         print(*write_notebooks(options.notebooks), sep="\n")
@@ -174,7 +200,9 @@ def main() -> None:
     if options.notebook is None:
         parser.error("name a tutorial, for example first-report.md, or pass --notebooks FOLDER")
     pairs = (entry.partition("=")[::2] for entry in options.set)
-    run_notebook(options.notebook, {name: ast.literal_eval(value) for name, value in pairs}, options.pictures)
+    run_notebook(
+        options.notebook, {name: ast.literal_eval(value) for name, value in pairs}, options.pictures
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,13 @@ from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.norms import NormHistory
-from torchfil.accounting.quantities import Divergence, QuestionSpec, Sum, available_quantities, path_additions
+from torchfil.accounting.quantities import (
+    Divergence,
+    QuestionSpec,
+    Sum,
+    available_quantities,
+    path_additions,
+)
 from torchfil.accounting.rows import RowTable
 from torchfil.engine.distributed.ranks import whole_ledger
 
@@ -26,8 +32,13 @@ ALL = tuple(name for name in available_quantities() if name != "trace")
 SHAPES = {"diagonal": (D,), "diagonal_variance": (D,), "fim": (D, D), "plis": (D,)}
 
 
-def batch(source: torch.Generator, step: int, track: tuple[str, ...] = ALL, *, n: int = N) -> Contribution:
-    """A Poisson draw of a third of all examples, some in every few steps; measured, skipped at random or paused."""
+def batch(
+    source: torch.Generator, step: int, track: tuple[str, ...] = ALL, *, n: int = N
+) -> Contribution:
+    """A Poisson draw of a third of all examples, some in every few steps.
+
+    Measured, skipped at random or paused.
+    """
     rows = (torch.rand(n, generator=source) < 0.35).nonzero().flatten()
     rows = rows[torch.randperm(len(rows), generator=source)]
     size = len(rows)
@@ -55,7 +66,10 @@ def batch(source: torch.Generator, step: int, track: tuple[str, ...] = ALL, *, n
 
 def part_of(whole: Contribution, rows: Any) -> Contribution:
     """A part of a logical batch."""
-    own, added = whole.num_coordinates, {name: value[rows] for name, value in whole.additions.items()}
+    own, added = (
+        whole.num_coordinates,
+        {name: value[rows] for name, value in whole.additions.items()},
+    )
     own = own[rows] if isinstance(own, Tensor) else own
     return Contribution(whole.rows[rows], whole.squared_norm[rows], whole.measured, added, own)
 
@@ -64,7 +78,9 @@ def assert_equal(ours: Any, theirs: Any) -> None:
     """Bit for bit, also where both are NaN."""
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
-        assert torch.equal(ours[name].contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)), name
+        assert torch.equal(
+            ours[name].contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)
+        ), name
 
 
 @pytest.mark.parametrize("track", [(), ALL])
@@ -94,7 +110,10 @@ def test_ledgers_are_equal(track: tuple[str, ...]) -> None:
 def test_sums_are_those_of_a_loop() -> None:
     """Against a plain Python loop, without rounds and tables."""
     source, ledger = torch.Generator().manual_seed(1), Ledger(N, D, track=ALL, questions=ASKED)
-    sums = {name: torch.zeros(N, *each.shape, dtype=torch.float64) for name, each in ledger.sums.layout.items()}
+    sums = {
+        name: torch.zeros(N, *each.shape, dtype=torch.float64)
+        for name, each in ledger.sums.layout.items()
+    }
     for step in range(STEPS):
         if step == 9:
             continue
@@ -112,7 +131,9 @@ def test_sums_are_those_of_a_loop() -> None:
     for name, value in sums.items():
         if not name.endswith(("_last", "_changes")):  # see test_path
             rounding = 1e-12 if ledger.sums[name].dtype == torch.float64 else 1e-5
-            torch.testing.assert_close(ledger.sums[name].double(), value, rtol=rounding, atol=0, msg=name)
+            torch.testing.assert_close(
+                ledger.sums[name].double(), value, rtol=rounding, atol=0, msg=name
+            )
 
 
 @pytest.mark.parametrize("own_steps", [False, True])
@@ -126,7 +147,9 @@ def test_norm_histories_are_equal(own_steps: bool) -> None:
             each = batch(source, step, n=N if step < 6 else N + 7)
             history.step(each.rows, each.squared_norm / 2, 1.0 if step < 29 else 0.8, 0.1)
             if step % 4 == 1:
-                history.set_ratios(torch.arange(0, N, 3), torch.linspace(0.1, 1, len(range(0, N, 3))))
+                history.set_ratios(
+                    torch.arange(0, N, 3), torch.linspace(0.1, 1, len(range(0, N, 3)))
+                )
             if not together:
                 history.enter()
             if step == 10:
@@ -143,7 +166,9 @@ def test_norm_histories_are_equal(own_steps: bool) -> None:
 
 
 def joined(value: Tensor) -> Tensor:
-    """Brings together what one rank has, last norms first: the order in which ranks tell does not matter."""
+    """Brings together what one rank has, last norms first: the order in which ranks tell does not
+    matter.
+    """
     return value.flip(0)
 
 
@@ -168,16 +193,22 @@ def test_entered_later_is_the_same(every: int) -> None:
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(entered[name])), name
 
 
-@pytest.mark.parametrize(("track", "expected"), [((), 0), ("diagonal", 12 * 5), ("plis", 8 * 5), ("fim", 8 * 25)])
+@pytest.mark.parametrize(
+    ("track", "expected"), [((), 0), ("diagonal", 12 * 5), ("plis", 8 * 5), ("fim", 8 * 25)]
+)
 def test_bytes_per_example_are_stated_and_met(track: str, expected: int) -> None:
     kept = tuple(track) if isinstance(track, tuple) else (track,)
     assert Ledger.bytes_needed(1, 5, kept) + NormHistory.bytes_needed(1) == 136 + expected
     engine = train(data(60), steps=1, track=track, estimator="exact").engine
-    assert engine.ledger.sums.num_bytes + engine._training.run.history.num_bytes == 60 * (136 + expected)
+    assert engine.ledger.sums.num_bytes + engine._training.run.history.num_bytes == 60 * (
+        136 + expected
+    )
 
 
 def test_levels_of_noise_are_rounded_down() -> None:
-    """A norm of r times the limit under noise σ counts as a σ/r of the grid that is no larger, and the next is."""
+    """A norm of r times the limit under noise σ counts as a σ/r of the grid that is no larger, and
+    the next is.
+    """
     history, ratio = NormHistory(N), torch.tensor([0.3, 0.7, 1.0])
     history.step(torch.arange(3), ratio, 0.9, 0.1)
     levels, grid = history.levels_of(ratio), torch.tensor(history.multipliers())
@@ -189,14 +220,20 @@ def test_the_queue_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledgers, "BYTES_QUEUED", 8 * 1000 * 5)
     ledger, queued = Ledger(N, 100, track=("plis",)), []
     for _ in range(20):
-        ledger.add(Contribution(torch.arange(10), torch.ones(10), True, {"plis": torch.zeros(10, 100).double()}))
+        ledger.add(
+            Contribution(
+                torch.arange(10), torch.ones(10), True, {"plis": torch.zeros(10, 100).double()}
+            )
+        )
         queued.append(len(ledger._queue))
     assert 4 <= max(queued) <= 5
 
 
 def test_what_is_refused_or_interrupted_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = Ledger(N, D, track=("plis",))
-    good, bad = (Contribution(ROWS, torch.ones(2), True, {"plis": torch.ones(2, d)}) for d in (D, D + 1))
+    good, bad = (
+        Contribution(ROWS, torch.ones(2), True, {"plis": torch.ones(2, d)}) for d in (D, D + 1)
+    )
     ledger.add(good)
     with pytest.raises(ValueError, match="plis"):
         ledger.add(good, bad)
@@ -226,7 +263,9 @@ class Together:
         self.parts = parts
 
     def each(self, value: Tensor) -> Tensor:
-        name = next(name for name, held in self.parts[0].sums.items() if held.data_ptr() == value.data_ptr())
+        name = next(
+            name for name, held in self.parts[0].sums.items() if held.data_ptr() == value.data_ptr()
+        )
         return torch.stack([part.sums[name] for part in self.parts])
 
     def sum(self, value: Tensor) -> Tensor:
@@ -247,7 +286,10 @@ def test_a_ledger_in_parts_is_that_of_one_process(moving: bool) -> None:
         noise = torch.full_like(trace, 0.01)
         added = {"trace": trace, "variance": noise, **path_additions("trace", trace, noise, 1.0)}
         owner = torch.randint(size, (len(rows),), generator=source) if moving else rows % size
-        for ledger, mask in [(alone, owner >= 0), *((part, owner == k) for k, part in enumerate(parts))]:
+        for ledger, mask in [
+            (alone, owner >= 0),
+            *((part, owner == k) for k, part in enumerate(parts)),
+        ]:
             ledger.add(part_of(Contribution(rows, trace, True, added), mask))
     whole = whole_ledger(parts[0], Together(parts))
     assert whole.sums.keys() == alone.sums.keys()
@@ -255,13 +297,18 @@ def test_a_ledger_in_parts_is_that_of_one_process(moving: bool) -> None:
         if not (moving and name in ("trace_changes", "trace_last")):
             tolerance = 1e-6 if moving and value.dtype == torch.float32 else 1e-12  # of errors
             torch.testing.assert_close(whole.sums[name], value, rtol=tolerance, atol=0, msg=name)
-    ours, theirs = (Leakage(ledger, ExampleIds(N)).get_trace().run_error for ledger in (whole, alone))
+    ours, theirs = (
+        Leakage(ledger, ExampleIds(N)).get_trace().run_error for ledger in (whole, alone)
+    )
     assert bool(ours.isfinite().all())
-    assert float(ours.mean()) > 0.9 * float(theirs.mean())  # as many changes, of values in another order
+    # as many changes, of values in another order
+    assert float(ours.mean()) > 0.9 * float(theirs.mean())
 
 
 def ledger_of(*counts: Any) -> Ledger:
-    """Four examples, of which the first two take part, with these numbers of coordinates one after the other."""
+    """Four examples, of which the first two take part, with these numbers of coordinates one after
+    the other.
+    """
     ledger = Ledger(4, 6)
     for count in counts:
         ledger.add(Contribution(torch.tensor([0, 1]), torch.ones(2), num_coordinates=count))

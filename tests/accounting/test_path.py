@@ -1,4 +1,6 @@
-"""How far one run can be off: followed from participation to participation, and never told too small."""
+"""How far one run can be off: followed from participation to participation, and never told too
+small.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,27 @@ from benchmarks.simulated_runs import Setting, shares
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
-from torchfil.accounting.quantities import Conditions, path_additions, path_sums, relative_change, run_variance
+from torchfil.accounting.quantities import (
+    Conditions,
+    path_additions,
+    path_sums,
+    relative_change,
+    run_variance,
+)
 
 
 def booked(
-    values: Tensor, *, drawn: Tensor | None = None, noise: Tensor | None = None, rate: float = 1.0, seed: int = 0
+    values: Tensor,
+    *,
+    drawn: Tensor | None = None,
+    noise: Tensor | None = None,
+    rate: float = 1.0,
+    seed: int = 0,
 ) -> Ledger:
-    """A ledger after steps with these traces, [steps, n], in which ``drawn`` took part; measured with that rate."""
+    """A ledger after steps with these traces, [steps, n], in which ``drawn`` took part.
+
+    Measured with that rate.
+    """
     source = torch.Generator().manual_seed(seed)
     ledger = Ledger(values.shape[1], 2)
     drawn = torch.ones_like(values, dtype=torch.bool) if drawn is None else drawn
@@ -28,7 +44,12 @@ def booked(
         x, variance = values[step, rows], noise[step, rows]
         zero = torch.zeros_like(x)
         if float(torch.rand((), generator=source)) < rate:
-            added = {"trace": x / rate, "variance": variance, "variance_spread": zero, "certain": zero}
+            added = {
+                "trace": x / rate,
+                "variance": variance,
+                "variance_spread": zero,
+                "certain": zero,
+            }
             added |= path_additions("trace", x, variance, rate)
             ledger.add(Contribution(rows, zero, additions=added | {"variance_limit": zero}))
         else:
@@ -48,14 +69,19 @@ def test_sums_are_those_of_the_measured_participations(rate: float) -> None:
     values = torch.rand(90, 5, generator=source, dtype=torch.float64)
     drawn = torch.rand(90, 5, generator=source) < 0.6
     ledger = booked(values, drawn=drawn, rate=rate)
-    ledger.add(Contribution(torch.arange(5), torch.ones(5), measured=False))  # a paused step is passed over
+    # a paused step is passed over
+    ledger.add(Contribution(torch.arange(5), torch.ones(5), measured=False))
     chance = torch.Generator().manual_seed(0)
     measured = torch.tensor([float(torch.rand((), generator=chance)) < rate for _ in range(90)])
     for example in range(5):
         seen = values[drawn[:, example] & measured, example]
-        square, last, changed, count = (ledger.sums[name][example].item() for name in path_sums("trace"))
+        square, last, changed, count = (
+            ledger.sums[name][example].item() for name in path_sums("trace")
+        )
         assert count == len(seen)
-        places = torch.tensor([place for place in (0, 4, 8, 12, 16, 24, 32, 48, 64) if place < len(seen)])
+        places = torch.tensor(
+            [place for place in (0, 4, 8, 12, 16, 24, 32, 48, 64) if place < len(seen)]
+        )
         changes = seen[places].diff().square() * places.diff()
         assert last == pytest.approx(seen[places[-1]].item(), rel=1e-6)  # float32
         assert changed == pytest.approx(changes.sum().item())
@@ -63,7 +89,9 @@ def test_sums_are_those_of_the_measured_participations(rate: float) -> None:
 
 
 def test_noise_of_probes_is_no_change() -> None:
-    """Steady traces, measured with errors whose variance is known: the changes vanish in the mean."""
+    """Steady traces, measured with errors whose variance is known: the changes vanish in the
+    mean.
+    """
     source = torch.Generator().manual_seed(2)
     error = torch.randn(20, 4000, generator=source, dtype=torch.float64) * 0.3
     changes = booked(2 + error, noise=torch.full_like(error, 0.09)).sums["trace_changes"]
@@ -75,7 +103,8 @@ class TestVariance:
         values = torch.tensor([[1.0, 3.0]] * 4 + [[2.0, 3.0]] * 4 + [[4.0, 3.0]] * 2).double()
         batches, path = variances(booked(values), 0.25)
         torch.testing.assert_close(batches, 0.75 * values.square().sum(dim=0))
-        typical = (4 * 1 + 4 * 4) / 8 / 2.0**2 / 2  # from 1 to 2, from 2 to 4; the other never changes
+        # from 1 to 2, from 2 to 4; the other never changes
+        typical = (4 * 1 + 4 * 4) / 8 / 2.0**2 / 2
         torch.testing.assert_close(path, typical / 2 * values.sum(dim=0).square())
         assert torch.equal(variances(booked(values), None)[0], torch.zeros(2).double())
 
@@ -94,13 +123,17 @@ class TestVariance:
         assert low[0] > 0
         assert low[1:].tolist() == [0.0, 0.0, math.inf]
         assert high.isinf().tolist() == [False, True, True, True]
-        known = Leakage(ledger, ExampleIds(4), Conditions())  # the attacker knows that no batch held it
+        # the attacker knows that no batch held it
+        known = Leakage(ledger, ExampleIds(4), Conditions())
         assert known.get_mse_bound([2]).interval(0.95)[0].item() == math.inf
 
     def test_averages_over_runs_hold_it_already_and_infinite_sums_are_certain(self) -> None:
         values = torch.ones(6, 2, dtype=torch.float64)
         values[3, 0] = math.inf
-        runs = [Leakage(booked(values, seed=k), ExampleIds(2), Conditions(sample_rate=0.1)) for k in range(3)]
+        runs = [
+            Leakage(booked(values, seed=k), ExampleIds(2), Conditions(sample_rate=0.1))
+            for k in range(3)
+        ]
         assert runs[0].get_trace().run_error is not None
         assert Leakage.average(runs).get_trace().run_error is None
         low, high = runs[0].get_mse_bound().interval(0.95)

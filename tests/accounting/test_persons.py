@@ -24,7 +24,9 @@ def gaussian_nodes(dimensions: int, count: int) -> tuple[Tensor, Tensor]:
     """Gauss–Hermite nodes and weights of N(0, I), [nodes, dimensions] and [nodes]."""
     x, w = np.polynomial.hermite_e.hermegauss(count)
     nodes = np.stack(np.meshgrid(*[x] * dimensions, indexing="ij"), axis=-1).reshape(-1, dimensions)
-    weights = np.stack(np.meshgrid(*[w / w.sum()] * dimensions, indexing="ij"), axis=-1).reshape(-1, dimensions)
+    weights = np.stack(np.meshgrid(*[w / w.sum()] * dimensions, indexing="ij"), axis=-1).reshape(
+        -1, dimensions
+    )
     return torch.tensor(nodes), torch.tensor(weights.prod(axis=-1))
 
 
@@ -39,7 +41,9 @@ def sets(rows: int, q: float) -> tuple[Tensor, Tensor]:
 
 def log_mixture(points: Tensor, centres: Tensor, chances: Tensor) -> Tensor:
     """log dP/dφ of the mixture at these points, [..., points]."""
-    return torch.logsumexp(chances.log() + points @ centres.T - centres.square().sum(dim=1) / 2, dim=-1)
+    return torch.logsumexp(
+        chances.log() + points @ centres.T - centres.square().sum(dim=1) / 2, dim=-1
+    )
 
 
 def by_sets(u: Tensor, q: float, nodes: tuple[Tensor, Tensor] = PLANE) -> Tensor:
@@ -78,7 +82,9 @@ def test_twelve_aligned_rows(q: float) -> None:
 
 @pytest.mark.parametrize(("rows", "q"), [(40, 0.5), (100, 0.2)])
 def test_more_rows_than_the_grid_holds(rows: int, q: float) -> None:
-    """About twenty rows are drawn, so that half of the sums lie beyond the grid: they count as known."""
+    """About twenty rows are drawn, so that half of the sums lie beyond the grid: they count as
+    known.
+    """
     for norm in (0.1, 0.3):
         u = torch.full((rows, 1), norm, dtype=torch.float64)
         known = norm**2 * (rows * q * (1 - q) + (rows * q) ** 2) / 2
@@ -103,7 +109,9 @@ def test_no_arrangement_of_rows_in_the_plane_has_a_larger_divergence(q: float) -
 
 @pytest.mark.parametrize("q", [0.05, 0.4])
 def test_simulated_releases(q: float) -> None:
-    """The mean log ratio of 200,000 releases about four rows in six dimensions, at most 3 standard errors above."""
+    """The mean log ratio of 200,000 releases about four rows in six dimensions, at most 3 standard
+    errors above.
+    """
     draws = torch.Generator().manual_seed(1)
     u = 0.5 * torch.randn(4, 6, generator=draws, dtype=torch.float64) + 0.4  # partly aligned
     drawn, chances = sets(4, q)
@@ -114,7 +122,9 @@ def test_simulated_releases(q: float) -> None:
 
 
 def test_known_batches_and_many_rows() -> None:
-    norm = torch.rand(1, 10_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64).sqrt()
+    norm = torch.rand(
+        1, 10_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ).sqrt()
     for q in (None, 1.0):
         torch.testing.assert_close(absence_divergence(norm, q), norm.sum(dim=1).square() / 2)
     for q in (1e-6, 1e-4, 0.01):
@@ -123,13 +133,18 @@ def test_known_batches_and_many_rows() -> None:
         assert 0.3 * mean**2 / 2 <= found <= (mean**2 + square) / 2 * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("q", "sigma"), [(0.01, 1.0), (0.001, 0.5), (0.1, 2.0), (0.5, 1.0), (1.0, 1.0)])
+@pytest.mark.parametrize(
+    ("q", "sigma"), [(0.01, 1.0), (0.001, 0.5), (0.1, 2.0), (0.5, 1.0), (1.0, 1.0)]
+)
 def test_rdp_of_a_person(q: float, sigma: float) -> None:
     opacus = compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=ORDERS)
     np.testing.assert_allclose(person_rdp(1, q, sigma, ORDERS), opacus, rtol=1e-6)
-    for rows in (3, 12):  # of order 2 in closed form, E e^{jj'/σ²} over two independent numbers of drawn rows
+    # of order 2 in closed form, E e^{jj'/σ²} over two independent numbers of drawn rows
+    for rows in (3, 12):
         drawn, found = np.arange(rows + 1.0), person_rdp(rows, q, sigma, ORDERS)
-        chance = np.array([math.comb(rows, j) * q**j * (1 - q) ** (rows - j) for j in range(rows + 1)])
+        chance = np.array(
+            [math.comb(rows, j) * q**j * (1 - q) ** (rows - j) for j in range(rows + 1)]
+        )
         second = np.log(chance @ np.exp(np.outer(drawn, drawn) / sigma**2) @ chance)
         assert found[ORDERS.index(2.0)] == pytest.approx(second, rel=1e-9)
         assert (found <= rows**2 * np.array(ORDERS) / (2 * sigma**2) * (1 + 1e-9)).all()
@@ -141,21 +156,28 @@ def information(u: Tensor, slopes: Tensor, q: float) -> Tensor:
     drawn, chances = sets(len(u), q)
     points, chances = (drawn @ u)[:, None] + PLANE[0], chances.clamp(min=1e-300)
     at = torch.zeros((), dtype=torch.float64)
-    score = torch.func.jvp(lambda z: log_mixture(points, drawn @ (u + z * slopes), chances), (at,), (at + 1,))[1]
+    score = torch.func.jvp(
+        lambda z: log_mixture(points, drawn @ (u + z * slopes), chances), (at,), (at + 1,)
+    )[1]
     return chances @ (score.square() @ PLANE[1])
 
 
 def test_information_about_two_rows() -> None:
-    """tr I of disjoint coordinates is at most Σ_r tr I_r; of a value that both rows share, at most (Σ_r √tr I_r)²."""
+    """tr I of disjoint coordinates is at most Σ_r tr I_r.
+
+    Of a value that both rows share, at most (Σ_r √tr I_r)².
+    """
     draws = torch.Generator().manual_seed(0)
     for q in (0.05, 0.5, 1.0):
         for _ in range(5):
-            u, slopes = torch.randn(2, 2, 2, generator=draws, dtype=torch.float64)  # of each row by its coordinate
+            # of each row by its coordinate
+            u, slopes = torch.randn(2, 2, 2, generator=draws, dtype=torch.float64)
             one, other = torch.eye(2, dtype=torch.float64)
             scores = [information(u, way[:, None] * slopes, q) for way in (one, other, one + other)]
             perp, par = poisson_amplification(u.norm(dim=1), q)
             along = (slopes * u).sum(dim=1).square() / u.square().sum(dim=1)
-            rows = q * (perp * (slopes.square().sum(dim=1) - along) + par * along)  # of each row alone
+            # of each row alone
+            rows = q * (perp * (slopes.square().sum(dim=1) - along) + par * along)
             assert scores[0] + scores[1] <= rows.sum() * (1 + 1e-5)
             assert scores[2] <= rows.sqrt().sum().square() * (1 + 1e-5)
             if q == 1:  # known batches: both exactly, with the cross term
@@ -163,7 +185,9 @@ def test_information_about_two_rows() -> None:
                 assert (scores[0] + scores[1]).item() == pytest.approx(rows.sum().item())
 
 
-@pytest.mark.parametrize(("rows", "q", "sigma", "steps"), [(3, 0.01, 2.0, 1000), (12, 0.05, 4.0, 200)])
+@pytest.mark.parametrize(
+    ("rows", "q", "sigma", "steps"), [(3, 0.01, 2.0, 1000), (12, 0.05, 4.0, 200)]
+)
 def test_epsilon_beside_another_accountant(rows: int, q: float, sigma: float, steps: int) -> None:
     accounting = pytest.importorskip("dp_accounting")
     from dp_accounting import pld
@@ -174,5 +198,7 @@ def test_epsilon_beside_another_accountant(rows: int, q: float, sigma: float, st
     witness.compose(accounting.SelfComposedDpEvent(event, steps))
     alpha = np.array(ORDERS)
     rdp = steps * person_rdp(rows, q, sigma, ORDERS)
-    epsilon = (rdp + np.log((alpha - 1) / alpha) - (math.log(1e-5) + np.log(alpha)) / (alpha - 1)).min()
+    epsilon = (
+        rdp + np.log((alpha - 1) / alpha) - (math.log(1e-5) + np.log(alpha)) / (alpha - 1)
+    ).min()
     assert witness.get_epsilon(1e-5) <= epsilon <= 1.25 * witness.get_epsilon(1e-5)

@@ -31,7 +31,9 @@ class Largest(quantities.TrackedQuantity):
     def sums(self, num_coordinates: int) -> dict[str, quantities.Sum]:
         return {"largest": quantities.Sum(), "looks": quantities.Sum(dtype=torch.int64)}
 
-    def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
+    def measure(
+        self, measurement: Measurement, rate: float | Tensor, *, skipping: bool
+    ) -> dict[str, Tensor]:
         largest = measurement.estimates["diagonal"].value.double().max(dim=1).values
         return {"largest": largest / rate, "looks": torch.ones_like(largest)}
 
@@ -56,20 +58,28 @@ def booked(found: PrivateBatch, track: tuple[str, ...], rate: float = 1.0) -> Le
     rows = torch.tensor([0, 2], device=device)
     ledger = Ledger(4, found.gradients.num_coordinates, track=track, device=device)
     added = quantities.additions(measurement, rate, skipping=rate < 1, track=track)
-    ledger.add(Contribution(rows, torch.ones(2, device=device), additions={k: v[rows] for k, v in added.items()}))
+    ledger.add(
+        Contribution(
+            rows, torch.ones(2, device=device), additions={k: v[rows] for k, v in added.items()}
+        )
+    )
     conditions = quantities.Conditions(exact=rate == 1, sample_rate=0.1, skipping=rate < 1)
     return Leakage(ledger, ExampleIds(4), conditions)
 
 
 def test_a_step_that_may_be_skipped_counts_by_its_rate() -> None:
-    """Fisher information with its readings, products and divergences, measured in half of all steps."""
+    """Fisher information with its readings, products and divergences, measured in half of all
+    steps.
+    """
     measurement = measured(batch(), ALL)
     leakage, rows, d = booked(batch(), ALL, rate=0.5), [0, 2], batch().gradients.num_coordinates
     trace = 2 * measurement.estimates["trace"].value[rows].double()
     torch.testing.assert_close(leakage.get_trace(rows).value, trace)
     torch.testing.assert_close(leakage.get_fil(rows).value, (trace / d).sqrt())
     torch.testing.assert_close(leakage.get_mse_bound(rows).value, d / trace)
-    torch.testing.assert_close(leakage.get_plis(rows), 2 * measurement.susceptibility[rows].double())
+    torch.testing.assert_close(
+        leakage.get_plis(rows), 2 * measurement.susceptibility[rows].double()
+    )
     added = quantities.Divergence("age", quantities.QuestionSpec(("old", "young"))).added(
         torch.ones(3, 2), 0.5, skipping=True
     )
@@ -78,9 +88,15 @@ def test_a_step_that_may_be_skipped_counts_by_its_rate() -> None:
 
 class TestRegistry:
     def test_the_trace_is_always_kept_and_stands_first(self) -> None:
-        assert [quantity.name for quantity in quantities.tracked(("plis", "diagonal"))] == ["trace", "diagonal", "plis"]
+        assert [quantity.name for quantity in quantities.tracked(("plis", "diagonal"))] == [
+            "trace",
+            "diagonal",
+            "plis",
+        ]
         assert Ledger(3, 2, track=("trace",)).track == ()
-        assert quantities.needs_of(ALL) == quantities.Needs(("trace", "diagonal", "matrix"), susceptibility=True)
+        assert quantities.needs_of(ALL) == quantities.Needs(
+            ("trace", "diagonal", "matrix"), susceptibility=True
+        )
         with pytest.raises(ValueError, match="colour"):
             Ledger(3, 2, track=("colour",))
         with pytest.raises(ValueError, match="plis"):
@@ -90,7 +106,9 @@ class TestRegistry:
         monkeypatch.setattr(quantities, "_REGISTRY", dict(quantities._REGISTRY))
         quantities.register_quantity(Largest())
         leakage = booked(batch(), ("largest",), rate=0.5)
-        truth = measured(batch(), ("diagonal",)).estimates["diagonal"].value.double().max(dim=1).values
+        truth = (
+            measured(batch(), ("diagonal",)).estimates["diagonal"].value.double().max(dim=1).values
+        )
         torch.testing.assert_close(leakage.get("largest", [2, 0]), 2 * truth[[2, 0]])
         copy = Ledger.from_state_dict(leakage.ledger.state_dict(), leakage.ledger.device)
         assert torch.equal(copy.sums["largest"], leakage.ledger.sums["largest"])
@@ -103,7 +121,9 @@ class TestRegistry:
 
 
 class TestWithoutNoise:
-    """A step without noise shows the gradients: FIL is infinite, the MSE bound 0, and no error is NaN."""
+    """A step without noise shows the gradients: FIL is infinite, the MSE bound 0, and no error is
+    NaN.
+    """
 
     @pytest.mark.parametrize("rate", [1.0, 0.5])
     def test_every_reading_is_infinite(self, rate: float) -> None:
@@ -112,7 +132,9 @@ class TestWithoutNoise:
         for estimate in (leakage.get_trace(), leakage.get_fil(), leakage.get_fil(kind="spectral")):
             assert torch.equal(estimate.value.isinf(), took_part)
             assert torch.equal(estimate.standard_error, torch.zeros_like(estimate.value))
-            assert all(torch.equal(end, estimate.value) for end in estimate.interval(0.95, "probes"))
+            assert all(
+                torch.equal(end, estimate.value) for end in estimate.interval(0.95, "probes")
+            )
         bound = leakage.get_mse_bound()
         assert torch.equal(bound.value, torch.where(took_part, 0.0, torch.inf).double())
         low, high = bound.interval(0.95)  # one run says nothing of who was not drawn

@@ -1,4 +1,6 @@
-"""Targets, exposures and clip weights: checked when they are made, on the grid, never above 1 nor below the floor."""
+"""Targets, exposures and clip weights: checked when they are made, on the grid, never above 1 nor
+below the floor.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,13 @@ def exposed(values: Any) -> equalising.Exposure:
 @settings(deadline=None)
 @given(st.lists(positive, min_size=1, max_size=20), positive, st.floats(1, 3))
 def test_lowered_weights(values: list[float], most: float, margin: float) -> None:
-    """What is foreseen meets the target with its margin, by less than a step of the grid more than needed."""
+    """What is foreseen meets the target with its margin, by less than a step of the grid more than
+    needed.
+    """
     exposure = exposed(values)
-    weights = equalising.lowered_weights(torch.ones(len(values), dtype=torch.float64), exposure, most, margin)
+    weights = equalising.lowered_weights(
+        torch.ones(len(values), dtype=torch.float64), exposure, most, margin
+    )
     assert bool((weights <= 1).all())
     steps = 4 * weights.log2()
     assert bool(((steps - steps.round()).abs() < 1e-6).all()), "on the grid"
@@ -41,16 +47,28 @@ def test_lowered_weights(values: list[float], most: float, margin: float) -> Non
 
 
 def test_labels_that_fit_nobody() -> None:
-    for given_labels, noun in (({"x": 1}, "no label for 1 of 2"), (["a"], "1 labels"), ([1.0, math.nan], "NaN")):
+    for given_labels, noun in (
+        ({"x": 1}, "no label for 1 of 2"),
+        (["a"], "1 labels"),
+        ([1.0, math.nan], "NaN"),
+    ):
         with pytest.raises(ValueError, match=noun):
             equalising.members_of(given_labels, ["x", "y"])
 
 
 def test_goals_that_are_none() -> None:
     wrong: dict[str, dict[str, Any]] = {"target": {"target": 0.0}}
-    wrong |= {"false_positive_rate": {"target": 0.005, "question": "member"}, "both": {"target": 1.0, "share": 0.1}}
+    wrong |= {
+        "false_positive_rate": {"target": 0.005, "question": "member"},
+        "both": {"target": 1.0, "share": 0.1},
+    }
     wrong |= {"share": {"share": 1.0}, "confidence": {"confidence": 0.3}}
-    all_refused({noun: lambda options=options: equalising.Goal(**options) for noun, options in wrong.items()})
+    all_refused(
+        {
+            noun: lambda options=options: equalising.Goal(**options)
+            for noun, options in wrong.items()
+        }
+    )
     with pytest.raises(ValueError, match="only 1 of 20"):
         equalising.Goal(share=0.2).settled(exposed([1.0] + [0.0] * 19))
 

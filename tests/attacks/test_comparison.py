@@ -19,7 +19,9 @@ from torchfil.glm import LogisticRegression
 compare = torchfil.compare_with_bounds
 
 
-def result(achieved: list[float], error: list[float] | None = None, ids: Any = None, **options: Any) -> AttackResult:
+def result(
+    achieved: list[float], error: list[float] | None = None, ids: Any = None, **options: Any
+) -> AttackResult:
     ids = range(len(achieved)) if ids is None else ids
     error = None if error is None else np.array(error)  # type: ignore[assignment]
     given = {"measure": "mse", "trials": 101, "standard_error": error, **options}
@@ -41,7 +43,9 @@ def test_violated_only_beyond_chance() -> None:
 
 
 def test_an_honest_attacker_is_rarely_accused() -> None:
-    """Unbiased guesses at the bound: violations as rare as the confidence promises (one side of 95 %: 2.5 %)."""
+    """Unbiased guesses at the bound: violations as rare as the confidence promises (one side of 95
+    %: 2.5 %).
+    """
     errors = torch.as_tensor(np.random.default_rng(0).normal(size=(4000, 200)) ** 2)
     attack = mean_of_trials("efficient", "all", range(4000), errors, "mse")
     assert 0.01 < compare(np.ones(4000), attack).violations < 0.06
@@ -65,9 +69,15 @@ def test_a_linear_model_against_its_reconstruction() -> None:
     model = LogisticRegression(l2=0.05, fit_intercept=True).fit(X, y)
     attack = GLMReconstruction(model, X, y).run(1e-6, 300, rows=[5, 1], seed=0)
     found = compare(model, attack, X=X, y=y)
-    assert found.predicted.tolist() == model.mse_bound(X, y, 1e-6, private_target=False)[[5, 1]].tolist()
+    assert (
+        found.predicted.tolist()
+        == model.mse_bound(X, y, 1e-6, private_target=False)[[5, 1]].tolist()
+    )
     assert not found.violated.any()
-    assert (compare(model, attack, X=X, y=y, sigma=1e-6, private_target=True).predicted != found.predicted).all()
+    assert (
+        compare(model, attack, X=X, y=y, sigma=1e-6, private_target=True).predicted
+        != found.predicted
+    ).all()
     refused = {
         "need ..X., .y..": lambda: compare(model, attack),
         "need ..sigma..": lambda: compare(model, result([1.0]), X=X, y=y),
@@ -89,14 +99,19 @@ def test_an_engine_gives_its_bounds() -> None:
 
 
 def test_guesses_that_never_saw_the_model_and_blind_ones() -> None:
-    """The mean of the data beats every bound above the data's spread: no bound is violated by it."""
+    """The mean of the data beats every bound above the data's spread: no bound is violated by
+    it.
+    """
     seen = result([1.0] * 50, [0.0] * 50)
     found = compare([100.0] * 50, replace(seen, saw_model=False))
     assert compare([100.0] * 50, seen).violated.all()
     assert found.verdicts == ["not testable"] * 50
     assert not found.violated.any()
     assert np.isnan(found.violations)
-    assert (found.record(range(50)).testable, found.record(range(50)).untestable) == (False, "never saw the model")
+    assert (found.record(range(50)).testable, found.record(range(50)).untestable) == (
+        False,
+        "never saw the model",
+    )
 
     found = compare([4.0] * 4, result([1.0, 3.0, 5.0, 7.0], trials=1, blind=[1.0, 1.0, 9.0, 9.0]))
     assert (found.share_below, found.blind_share_below) == (0.5, 0.5)

@@ -20,12 +20,20 @@ ATTRIBUTE = NominalAttribute(COLUMNS, CODES)
 
 def normal(*shape: int, seed: int) -> torch.Tensor:
     """As the attacks draw it."""
-    return torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(seed), dtype=torch.float64, device=DEVICE)
+    return torch.randn(
+        shape,
+        generator=torch.Generator(DEVICE).manual_seed(seed),
+        dtype=torch.float64,
+        device=DEVICE,
+    )
 
 
 @pytest.mark.parametrize("name", ["linear", "logistic with intercept"])
 def test_white_box_is_the_closest_refit(name: str) -> None:
-    """Without noise always right; with it, the guess of a search over true refits; with much, no better than chance."""
+    """Without noise always right; with it, the guess of a search over true refits.
+
+    With much, no better than chance.
+    """
     X, y, levels = table(name)
     model = MODELS[name]().fit(X, y)
     attack = WhiteBoxInversion(model, X, y, ATTRIBUTE)
@@ -50,7 +58,10 @@ def test_white_box_is_the_closest_refit(name: str) -> None:
 
 @pytest.mark.parametrize("value_range", [None, (-3.0, 3.0)])
 def test_errors_are_those_of_the_guesses(value_range: tuple[float, float] | None) -> None:
-    """Without noise the example comes out; with noise, mean, spread and bias are those of the single guesses."""
+    """Without noise the example comes out.
+
+    With noise, mean, spread and bias are those of the single guesses.
+    """
     name, sigma, trials, rows = "logistic with intercept", 1e-3, 20, [3, 40, 11]
     X, y, _ = table(name)
     model = MODELS[name]().fit(X, y, sample_weight=np.linspace(0.5, 2, len(y)))
@@ -69,7 +80,9 @@ def test_errors_are_those_of_the_guesses(value_range: tuple[float, float] | None
 
 
 def test_small_noise_reaches_the_information() -> None:
-    """The guess errs by the inputs' part of I⁻¹, target unknown, the least that an unbiased attacker can."""
+    """The guess errs by the inputs' part of I⁻¹, target unknown, the least that an unbiased
+    attacker can.
+    """
     name, sigma = "logistic with intercept", 1e-6
     X, y, _ = table(name)
     model = MODELS[name]().fit(X, y)
@@ -77,8 +90,11 @@ def test_small_noise_reaches_the_information() -> None:
     fim = model.sensitivity(X, y).gram(slice(None)) / sigma**2
     least = torch.linalg.inv(fim).diagonal(dim1=1, dim2=2)[:, :-1].mean(dim=1).cpu().numpy()
     assert (abs(result.achieved - least) < 4.5 * result.standard_error + 0.01 * least).mean() > 0.9
-    assert abs(np.median(result.achieved / least) - 1) < 0.05  # the examples share the releases' luck
-    known = bounds.mse_from_fim(model.sensitivity(X, y, private_target=False).gram(slice(None)) / sigma**2)
+    # the examples share the releases' luck
+    assert abs(np.median(result.achieved / least) - 1) < 0.05
+    known = bounds.mse_from_fim(
+        model.sensitivity(X, y, private_target=False).gram(slice(None)) / sigma**2
+    )
     assert (least > known.cpu().numpy()).all()
     assert np.median(result.squared_bias / least) < 0.01
 
@@ -86,13 +102,19 @@ def test_small_noise_reaches_the_information() -> None:
 def test_what_cannot_be_attacked_is_refused() -> None:
     X, y, levels = table("linear")
     model = MODELS["linear"]().fit(X, y)
-    weighted = MODELS["ridge with intercept"]().fit(X, y, sample_weight=(np.arange(len(y)) > 0).astype(float))
+    weighted = MODELS["ridge with intercept"]().fit(
+        X, y, sample_weight=(np.arange(len(y)) > 0).astype(float)
+    )
     refused = {
         "intercept": lambda: GLMReconstruction(model, X, y),
         "weight 0": lambda: GLMReconstruction(weighted, X, y),
         "not what the model was fitted on": lambda: GLMView.build(model, X, y + 1),
-        "margins": lambda: WhiteBoxInversion(SoftmaxRegression(l2=0.1).fit(X, levels), X, levels, ATTRIBUTE),
-        "rows .* hold none of the answers": lambda: WhiteBoxInversion(model, X, y, NominalAttribute([0], CODES[:, :1])),
+        "margins": lambda: WhiteBoxInversion(
+            SoftmaxRegression(l2=0.1).fit(X, levels), X, levels, ATTRIBUTE
+        ),
+        "rows .* hold none of the answers": lambda: WhiteBoxInversion(
+            model, X, y, NominalAttribute([0], CODES[:, :1])
+        ),
         "sigma=-1": lambda: WhiteBoxInversion(model, X, y, ATTRIBUTE).run(-1.0),
     }
     all_refused(refused)

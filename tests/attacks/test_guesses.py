@@ -1,4 +1,6 @@
-"""D of a ledger is KL of whole runs, and no attacker, not even the best, does better than D allows."""
+"""D of a ledger is KL of whole runs, and no attacker, not even the best, does better than D
+allows.
+"""
 
 from __future__ import annotations
 
@@ -29,29 +31,51 @@ def problem(kind: str) -> tuple[nn.Module, Tensor, Tensor, Question, Private | N
             changed = Change(lambda inputs, targets: (inputs + torch.tensor([1.0, -0.5]), targets))
             return nn.Linear(2, 2).double(), x, y, changed, None
         if kind == "two layers":
-            return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double(), x, y, Label(2), None
+            return (
+                nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double(),
+                x,
+                y,
+                Label(2),
+                None,
+            )
         tokens = torch.randint(0, 3, (5, 2))
         tokens[0, 0] = 0
-        parts = {"table": nn.Embedding(3, 2), "out": nn.Linear(2, 2)}  # an activation without a derivative
+        # an activation without a derivative
+        parts = {"table": nn.Embedding(3, 2), "out": nn.Linear(2, 2)}
         model = Model(lambda m, tokens: m.out(F.relu(m.table(tokens)).sum(dim=1)), **parts)
         return model.double(), tokens, y, Token(0, (1,)), Private(submodule="table")
 
 
 def settings(q: float, sigma: float = 1.2, steps: int = 12) -> dict[str, float | int]:
-    return {"steps": steps, "lr": 0.5, "max_grad_norm": 1.0, "noise_multiplier": sigma, "sample_rate": q}
+    return {
+        "steps": steps,
+        "lr": 0.5,
+        "max_grad_norm": 1.0,
+        "noise_multiplier": sigma,
+        "sample_rate": q,
+    }
 
 
-def check_ledger_and_bounds(kind: str, q: float, runs: int, rates: tuple[float, ...] = RATES) -> None:
+def check_ledger_and_bounds(
+    kind: str, q: float, runs: int, rates: tuple[float, ...] = RATES
+) -> None:
     model, inputs, targets, question, private = problem(kind)
     answer = 1 if kind == "two layers" else 0
     other = question.alternatives(inputs, targets)[answer]
     changed = inputs.clone(), targets.clone()
     for own, new in zip(changed, other, strict=True):
         own[0] = new[0]
-    common = {"runs": runs, "seed": torch.Generator().manual_seed(7), "private": private, **settings(q)}
+    common = {
+        "runs": runs,
+        "seed": torch.Generator().manual_seed(7),
+        "private": private,
+        **settings(q),
+    }
     true = record_dpsgd(model, nn.CrossEntropyLoss(), inputs, targets, **common)  # type: ignore[arg-type]
     false = record_dpsgd(model, nn.CrossEntropyLoss(), *changed, **common)  # type: ignore[arg-type]
-    here, there = (transcript_ratios(made, 0, (inputs, targets), changed, private) for made in (true, false))
+    here, there = (
+        transcript_ratios(made, 0, (inputs, targets), changed, private) for made in (true, false)
+    )
 
     # E_P log P/P′ is KL(P ‖ P′); the booked sums must have the same mean
     ledger, ratio = here.divergence, here.log_ratio
@@ -91,12 +115,18 @@ def test_membership_and_known_batches() -> None:
     member = attack(Absent(), 1_000, false_positive_rates=(0.1,))
     assert member.verdicts == [["held"]]
     assert (member.achieved > 0.1).all()
-    secret, known = (attack(question, 500, secret_batches=secret).divergence[0] for secret in (True, False))
+    secret, known = (
+        attack(question, 500, secret_batches=secret).divergence[0] for secret in (True, False)
+    )
     assert secret < known
 
 
 def test_rates_of_separated_runs() -> None:
-    rates = true_positive_rates(torch.arange(10.0) + 10, torch.arange(10.0), torch.tensor([0.0, 0.1, 0.5]).double())
+    rates = true_positive_rates(
+        torch.arange(10.0) + 10, torch.arange(10.0), torch.tensor([0.0, 0.1, 0.5]).double()
+    )
     assert rates.tolist() == [1.0, 1.0, 1.0]
-    same = true_positive_rates(torch.arange(100.0), torch.arange(100.0), torch.tensor([0.0, 0.1, 0.5]).double())
+    same = true_positive_rates(
+        torch.arange(100.0), torch.arange(100.0), torch.tensor([0.0, 0.1, 0.5]).double()
+    )
     assert same.tolist() == [0.0, 0.1, 0.5]

@@ -1,4 +1,6 @@
-"""Informed reconstruction: exact without noise to speak of, and at the Cramér–Rao bound where noise is small."""
+"""Informed reconstruction: exact without noise to speak of, and at the Cramér–Rao bound where noise
+is small.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from torch import Tensor, nn
 
 from tests.cases import DEVICE
 from torchfil import bounds, fisher
-from torchfil.attacks.transcripts import Transcripts, expected_information, informed_reconstruction, record_dpsgd
+from torchfil.attacks.transcripts import (
+    Transcripts,
+    expected_information,
+    informed_reconstruction,
+    record_dpsgd,
+)
 
 C = 1.0
 
@@ -26,7 +33,9 @@ def problem(d: int) -> tuple[nn.Module, Tensor, Tensor]:
 def record(d: int, sigma: float, **options: object) -> Transcripts:
     model, x, y = problem(d)
     settings: dict[str, object] = {"steps": 4, "lr": 0.5, "runs": 1, "seed": 1, **options}
-    return record_dpsgd(model, nn.MSELoss(), x, y, max_grad_norm=C, noise_multiplier=sigma, **settings)  # type: ignore[arg-type]
+    return record_dpsgd(
+        model, nn.MSELoss(), x, y, max_grad_norm=C, noise_multiplier=sigma, **settings
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("d", [1, 5])
@@ -41,9 +50,13 @@ def test_error_lies_at_the_bound_where_noise_is_small(d: int) -> None:
 
 
 def test_in_a_linear_gaussian_model_the_guess_and_its_error_have_closed_forms() -> None:
-    """ℓ = ⟨w, z⟩ has the gradient z at all weights: T noisy copies, whose mean is the guess, with variance s²/T."""
+    """ℓ = ⟨w, z⟩ has the gradient z at all weights: T noisy copies, whose mean is the guess, with
+    variance s²/T.
+    """
     runs, steps, d, s = 400, 6, 3, 0.5
-    z = torch.randn(5, d, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    z = torch.randn(5, d, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(
+        DEVICE
+    )
     transcripts = record_dpsgd(
         nn.Linear(d, 1, bias=False).double().to(DEVICE),
         lambda outputs, targets: outputs.mean(),
@@ -77,7 +90,9 @@ def test_information_is_that_of_the_package() -> None:
 
 
 def test_the_targets_own_inputs_are_not_read() -> None:
-    """The guess comes from what was released, not from the example that lies in the attacker's hands."""
+    """The guess comes from what was released, not from the example that lies in the attacker's
+    hands.
+    """
     transcripts = record(2, 0.01)
     honest = informed_reconstruction(transcripts, 3, restarts=1, iterations=5, seed=5).guesses
     transcripts.gradients.examples.z[3] += 10

@@ -1,4 +1,6 @@
-"""Membership inference where the answer is known: perfect, blind, and Gaussian with a closed form."""
+"""Membership inference where the answer is known: perfect, blind, and Gaussian with a closed
+form.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from torchfil.attacks.membership import (
 
 
 def gaussian_runs(shift: float, runs: int = 60, n: int = 300) -> ShadowRuns:
-    """φ ~ N(hardness of the example + shift · member, 1): only the likelihood ratio knows the hardness."""
+    """φ ~ N(hardness of the example + shift · member, 1): only the likelihood ratio knows the
+    hardness.
+    """
     source = torch.Generator().manual_seed(0)
     members = torch.rand(runs, n, generator=source) < 0.5
     hardness = 5 * torch.randn(n, generator=source)
@@ -34,9 +38,12 @@ def test_likelihood_ratio_reaches_the_gaussian_optimum() -> None:
     found = membership_inference(gaussian_runs(2.0))["likelihood ratio"]
     normal = torch.distributions.Normal(0.0, 1.0)
     assert found.auc == pytest.approx(normal.cdf(torch.tensor(2 / math.sqrt(2))).item(), abs=0.02)
-    optimum = 1 - normal.cdf(normal.icdf(torch.tensor(0.99)) - 2).item()  # P(N(2, 1) > 99 % quantile)
+    # P(N(2, 1) > 99 % quantile)
+    optimum = 1 - normal.cdf(normal.icdf(torch.tensor(0.99)) - 2).item()
     assert found.tpr_at(0.01) == pytest.approx(optimum, abs=0.06)
-    assert found.by_example().achieved.mean() == pytest.approx(normal.cdf(torch.tensor(1.0)).item(), abs=0.02)
+    assert found.by_example().achieved.mean() == pytest.approx(
+        normal.cdf(torch.tensor(1.0)).item(), abs=0.02
+    )
     for found in membership_inference(gaussian_runs(0.0)).values():  # nothing leaks
         assert found.auc == pytest.approx(0.5, abs=0.02)
         assert found.tpr_at(0.1) < 0.14
@@ -57,8 +64,12 @@ def test_refusals() -> None:
     diverged[4, 3] = torch.nan
     inputs, labels = torch.zeros(5, 2), torch.zeros(5, dtype=torch.long)
     refused = {
-        "the likelihood ratio needs": lambda: gaussian_likelihood_ratio(gaussian_runs(1.0, runs=3), 0),
-        "leaves 5 members": lambda: shadow_runs(lambda *_: nn.Identity(), inputs, labels, runs=1, share=1.0),
+        "the likelihood ratio needs": lambda: gaussian_likelihood_ratio(
+            gaussian_runs(1.0, runs=3), 0
+        ),
+        "leaves 5 members": lambda: shadow_runs(
+            lambda *_: nn.Identity(), inputs, labels, runs=1, share=1.0
+        ),
         r"runs \[4\] are not finite": lambda: ShadowRuns(diverged, torch.rand(6, 20) < 0.5),
     }
     all_refused(refused)
@@ -71,6 +82,8 @@ def test_random_scores_are_right_half_of_the_time(targets: int, n: int) -> None:
     means = []
     for _ in range(300):
         members = rng.permuted(np.tile(np.arange(n) < n // 2, (targets, 1)), axis=1)
-        result = MembershipResult("loss threshold", rng.normal(size=(targets, n)), members, 0.5, 0.0)
+        result = MembershipResult(
+            "loss threshold", rng.normal(size=(targets, n)), members, 0.5, 0.0
+        )
         means.append(result.by_example().achieved.mean())
     assert np.mean(means) == pytest.approx(0.5, abs=4 * np.std(means) / 300**0.5 + 0.5 / n)

@@ -1,4 +1,6 @@
-"""Canaries: their scores are log likelihood ratios of what was released, and people do not see them."""
+"""Canaries: their scores are log likelihood ratios of what was released, and people do not see
+them.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,15 @@ def drawn_inputs(number: int) -> tuple[Tensor, int]:
 
 
 def trained(canaries: Canaries | None, steps: int = 12, way: str = "loop", **options: Any) -> Any:
-    """A run, and of each of its steps the weights, the released sums, those of people, and who joined."""
-    given = {"noise_multiplier": SIGMA, "max_grad_norm": C, "criterion": nn.CrossEntropyLoss(), "canaries": canaries}
+    """A run, and of each of its steps the weights, the released sums, those of people, and who
+    joined.
+    """
+    given = {
+        "noise_multiplier": SIGMA,
+        "max_grad_norm": C,
+        "criterion": nn.CrossEntropyLoss(),
+        "canaries": canaries,
+    }
     engine, module, model, optimizer, private = make(data(40), **given | options)
     seen: list[dict[str, Any]] = []
     if optimizer.canaries is not None:
@@ -45,11 +54,17 @@ def trained(canaries: Canaries | None, steps: int = 12, way: str = "loop", **opt
             seen.append({"weights": weights, "added": (optimizer.canaries._noisy - before).cpu()})
 
         def noted_score(limits: Any, std: float) -> None:
-            seen[-1] |= {"left": (optimizer.canaries._noisy - optimizer.canaries._people).cpu(), "std": std}
+            seen[-1] |= {
+                "left": (optimizer.canaries._noisy - optimizer.canaries._people).cpu(),
+                "std": std,
+            }
             score(limits, std)
 
         optimizer.canaries.join, optimizer.canaries.score = noted_join, noted_score
-    while engine.accountant.history == [] or sum(each[2] for each in engine.accountant.history) < steps:
+    while (
+        engine.accountant.history == []
+        or sum(each[2] for each in engine.accountant.history) < steps
+    ):
         for batch in private:
             if way == "train_step":
                 engine.train_step(*batch)
@@ -64,7 +79,9 @@ def clipped(weights: dict[str, Tensor], x: Tensor, y: Tensor, limits: list[float
     plain = network()
 
     def loss(parameters: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(functional_call(plain, parameters, (x[None].to(DEVICE),)), y[None].to(DEVICE))
+        return F.cross_entropy(
+            functional_call(plain, parameters, (x[None].to(DEVICE),)), y[None].to(DEVICE)
+        )
 
     parts = [part.cpu() for part in grad(loss)(weights).values()]
     if limits is not None:
@@ -98,7 +115,9 @@ def test_scores_of_inputs_are_those_of_brute_force(kind: Any, layers: Any, way: 
     (x,), y = scores._gradients._batch
     truth = torch.zeros(30, dtype=torch.float64)
     for each in seen:
-        gradients = torch.stack([clipped(each["weights"], *pair, layers) for pair in zip(x, y, strict=True)])
+        gradients = torch.stack(
+            [clipped(each["weights"], *pair, layers) for pair in zip(x, y, strict=True)]
+        )
         truth += ratios(gradients, each)
 
         # what joined is a sum of gradients of some that are in
@@ -127,7 +146,9 @@ def test_directions_join_a_coordinate_of_their_own(layers: Any) -> None:
     places = torch.bucketize(scores._gradients._places.cpu(), ends, right=True).tolist()
     assert len(set(coordinates)) == 40
     gradients = torch.zeros(40, ends[-1], dtype=torch.float64)
-    gradients[range(40), coordinates] = torch.tensor([limits[k] for k in places], dtype=torch.float64)
+    gradients[range(40), coordinates] = torch.tensor(
+        [limits[k] for k in places], dtype=torch.float64
+    )
     truth, joined = torch.zeros(40, dtype=torch.float64), torch.zeros(40, dtype=torch.float64)
     for each in seen:
         truth += ratios(gradients, each)
@@ -156,16 +177,29 @@ def test_scores_of_directions_have_the_law_that_their_divergence_claims() -> Non
     dataset = TensorDataset(torch.randn(50, 100), torch.randint(200, (50,)))
     engine = FILPrivacyEngine()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    options = {"noise_multiplier": 1.2, "max_grad_norm": 1.0, "criterion": nn.CrossEntropyLoss(), "num_probes": 1}
+    options = {
+        "noise_multiplier": 1.2,
+        "max_grad_norm": 1.0,
+        "criterion": nn.CrossEntropyLoss(),
+        "num_probes": 1,
+    }
     _, private, loader = engine.make_private(
-        module, optimizer, DataLoader(dataset, batch_size=5), **grouped(canaries=Canaries(20_000), **options)
+        module,
+        optimizer,
+        DataLoader(dataset, batch_size=5),
+        **grouped(canaries=Canaries(20_000), **options),
     )
     for _ in range(4):
         for x, y in loader:
             engine.train_step(x, y)
     scores, taken = private.canaries.scores, private.canaries.taken
-    for found, mean in ((scores[taken], private.canaries.divergences[0].item()), (scores[~taken].exp(), 1.0)):
-        assert found.mean().item() == pytest.approx(mean, abs=3 * float(found.std()) / math.sqrt(len(found)))
+    for found, mean in (
+        (scores[taken], private.canaries.divergences[0].item()),
+        (scores[~taken].exp(), 1.0),
+    ):
+        assert found.mean().item() == pytest.approx(
+            mean, abs=3 * float(found.std()) / math.sqrt(len(found))
+        )
     assert float(taken.double().mean()) == pytest.approx(0.5, abs=3 * 0.5 / math.sqrt(20_000))
 
 
@@ -176,7 +210,9 @@ def test_a_run_resumes_with_its_canaries(tmp_path: Any) -> None:
         other = make(data(40), noise_multiplier=SIGMA, max_grad_norm=C, canaries=canaries)[0]
         with pytest.raises(ValueError, match="canaries"):
             other.load_state_dict(state)
-    again, _, _, resumed, _ = make(data(40), noise_multiplier=SIGMA, max_grad_norm=C, canaries=Canaries(20))
+    again, _, _, resumed, _ = make(
+        data(40), noise_multiplier=SIGMA, max_grad_norm=C, canaries=Canaries(20)
+    )
     again.load_state_dict(state)
     for name, value in optimizer.canaries.state_dict().items():
         assert torch.equal(getattr(resumed.canaries, name).cpu(), value)
@@ -188,7 +224,10 @@ def test_a_run_resumes_with_its_canaries(tmp_path: Any) -> None:
         ({"canaries": Canaries(60)}, "60.* trains 57 weights: use fewer"),
         ({"canaries": Canaries(5), "poisson_sampling": False}, "needs Poisson sampling"),
         ({"canaries": Canaries(5), "noise_multiplier": 0.0}, "needs Poisson sampling with noise"),
-        ({"canaries": Canaries(5, data(5, seed=9)), "owner_of": torch.arange(40) // 2}, "use directions"),
+        (
+            {"canaries": Canaries(5, data(5, seed=9)), "owner_of": torch.arange(40) // 2},
+            "use directions",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -204,21 +243,32 @@ def test_nobody_takes_part_twice() -> None:
 
 
 @pytest.mark.parametrize(("weaker", "found"), [(1.0, False), (0.2, True)])
-def test_an_audit_contradicts_a_run_with_less_noise_than_it_claims(weaker: float, found: bool, tmp_path: Path) -> None:
+def test_an_audit_contradicts_a_run_with_less_noise_than_it_claims(
+    weaker: float, found: bool, tmp_path: Path
+) -> None:
     """Directions see noise that is a fifth of what the accountant is told."""
     torch.manual_seed(0)
     module = nn.Linear(50, 20)
     engine, sgd = FILPrivacyEngine(noise_seed=1), torch.optim.SGD(module.parameters(), lr=0.1)
     dataset = TensorDataset(torch.randn(40, 50), torch.randint(20, (40,)))
-    options: dict[str, Any] = {"noise_multiplier": 3.0, "max_grad_norm": 1.0, "criterion": nn.CrossEntropyLoss()}
+    options: dict[str, Any] = {
+        "noise_multiplier": 3.0,
+        "max_grad_norm": 1.0,
+        "criterion": nn.CrossEntropyLoss(),
+    }
     options |= {"canaries": Canaries(1000)}
-    _, optimizer, loader = engine.make_private(module, sgd, DataLoader(dataset, batch_size=10), **options)
+    _, optimizer, loader = engine.make_private(
+        module, sgd, DataLoader(dataset, batch_size=10), **options
+    )
     normal = optimizer.noise.normal_
     optimizer.noise.normal_ = lambda out, std: normal(out, weaker * std)
     for _ in range(10):
         for x, y in loader:
             engine.train_step(x, y)
-    audit, run = engine.audit(delta=1e-5), load(engine.save_run(tmp_path / "run.parquet", delta=1e-5))
+    audit, run = (
+        engine.audit(delta=1e-5),
+        load(engine.save_run(tmp_path / "run.parquet", delta=1e-5)),
+    )
     assert audit.exceeds_claim is found
     assert (audit.epsilon > audit.claimed) is found
     assert run.about["audit"] == audit.as_dict()

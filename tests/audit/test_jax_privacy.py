@@ -1,4 +1,6 @@
-"""The same scores, given to jax_privacy's auditor at an explicit threshold (``make test-audit``)."""
+"""The same scores, given to jax_privacy's auditor at an explicit threshold (``make
+test-audit``).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ auditing = pytest.importorskip("jax_privacy.auditing")
 @pytest.mark.parametrize("delta", [1e-9, 1e-5, 1e-3])
 @pytest.mark.parametrize(("threshold", "m"), [(-9.0, 300), (0.5, 300), (2.0, 1000), (3.0, 5000)])
 def test_one_sided_audits_agree(threshold: float, m: int, delta: float) -> None:
-    """P-values to 1e-10 at every ε; its public method tells ε alone, found to 1e-6, and has r₋ = 0."""
+    """P-values to 1e-10 at every ε.
+
+    Its public method tells ε alone, found to 1e-6, and has r₋ = 0.
+    """
     generator = np.random.default_rng(m)
     taken = generator.random(m) < 0.5
     scores = generator.standard_normal(m) + 2 * taken
@@ -32,7 +37,9 @@ def test_one_sided_audits_agree(threshold: float, m: int, delta: float) -> None:
 
 @pytest.mark.parametrize("counts", [(870, 1000, 1000), (95, 100, 1000), (300, 300, 300)])
 def test_f_dp_audits_agree_for_a_gaussian(counts: tuple[int, int, int]) -> None:
-    """Its ε is that of one Gaussian release without sampling: a little more ε is possible, a little less is not."""
+    """Its ε is that of one Gaussian release without sampling: a little more ε is possible, a little
+    less is not.
+    """
     right, guesses, m = counts
     theirs = auditing._epsilon_one_run_fdp(0.0, m, guesses, right, 0.05, 1e-5)
     assert 0.5 < theirs < math.inf

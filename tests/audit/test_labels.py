@@ -1,4 +1,6 @@
-"""Labels without canaries: sound where the reference is right, silent or reduced where it is not."""
+"""Labels without canaries: sound where the reference is right, silent or reduced where it is
+not.
+"""
 
 from __future__ import annotations
 
@@ -23,41 +25,61 @@ def laws(n: int, classes: int, scale: float = 1.0) -> Tensor:
 
 
 def randomised_response(labels: Tensor, p: Tensor, epsilon: float) -> Tensor:
-    """Log probabilities of a "model" that knows p and a released label, which is ε-private, of everybody."""
+    """Log probabilities of a "model" that knows p and a released label, which is ε-private, of
+    everybody.
+    """
     classes = p.shape[1]
     kept = torch.rand(len(labels)) < math.exp(epsilon) / (math.exp(epsilon) + classes - 1)
-    released = torch.where(kept, labels, (labels + torch.randint(1, classes, labels.shape)) % classes)
+    released = torch.where(
+        kept, labels, (labels + torch.randint(1, classes, labels.shape)) % classes
+    )
     return p.log() + epsilon * F.one_hot(released, classes)
 
 
 @pytest.mark.parametrize(("classes", "delta"), [(2, 0.0), (5, 1e-4)])
-def test_a_model_that_knows_only_the_law_of_labels_shows_nothing(classes: int, delta: float) -> None:
+def test_a_model_that_knows_only_the_law_of_labels_shows_nothing(
+    classes: int, delta: float
+) -> None:
     torch.manual_seed(classes)
     audits = []
     for _ in range(400):
         p = laws(300, classes)
         guesses = p.log() + torch.randn(300, classes)  # whatever it learned from others
-        audits.append(audit_labels(guesses, draw(p), p, delta=delta, placebo=p.log() + torch.randn(300, classes)))
+        audits.append(
+            audit_labels(
+                guesses, draw(p), p, delta=delta, placebo=p.log() + torch.randn(300, classes)
+            )
+        )
     assert sum(audit.epsilon is None for audit in audits) <= 20
     assert sum((audit.epsilon or 0.0) > 0 for audit in audits) <= 20
 
 
 def worst(n: int, tau: float) -> tuple[Tensor, Tensor]:
-    """p and the p̂ that is furthest from it: one label is e^τ times as likely as p̂ says, the other e^−τ times."""
-    p_hat = torch.tensor([1.0, math.exp(tau)], dtype=torch.float64).expand(n, 2) / (1 + math.exp(tau))
+    """p and the p̂ that is furthest from it: one label is e^τ times as likely as p̂ says, the other
+    e^−τ times.
+    """
+    p_hat = torch.tensor([1.0, math.exp(tau)], dtype=torch.float64).expand(n, 2) / (
+        1 + math.exp(tau)
+    )
     flipped = torch.rand(n, 1) < 0.5  # which one it is differs between people
     return torch.where(flipped, p_hat, p_hat.flip(1)), torch.where(flipped, p_hat.flip(1), p_hat)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("epsilon", "classes", "tau"), [(0.5, 2, 0.0), (1.5, 4, 0.0), (0.5, 2, 0.4), (1.5, 2, 0.2)])
-def test_randomised_response_is_bounded_from_below(epsilon: float, classes: int, tau: float) -> None:
+@pytest.mark.parametrize(
+    ("epsilon", "classes", "tau"), [(0.5, 2, 0.0), (1.5, 4, 0.0), (0.5, 2, 0.4), (1.5, 2, 0.2)]
+)
+def test_randomised_response_is_bounded_from_below(
+    epsilon: float, classes: int, tau: float
+) -> None:
     torch.manual_seed(7)
 
     def audit(n: int) -> float | None:
         p, reference = worst(n, tau) if tau else [laws(n, classes)] * 2
         labels = draw(p)
-        return audit_labels(randomised_response(labels, p, epsilon), labels, reference, reference_error=tau).epsilon
+        return audit_labels(
+            randomised_response(labels, p, epsilon), labels, reference, reference_error=tau
+        ).epsilon
 
     several = [audit(1000) for _ in range(100)]
     assert several.count(None) <= 5
@@ -103,7 +125,9 @@ def test_a_model_that_memorised_is_found_and_contradicts_a_promise_about_labels_
     torch.manual_seed(0)
     p, _, labels = people()
     outputs = (20 * F.one_hot(labels, 4) + torch.randn(len(labels), 4)).requires_grad_()
-    audit = audit_labels(outputs, labels.numpy().astype("uint8"), p, claimed_label_epsilon=3.0, delta=1e-6)
+    audit = audit_labels(
+        outputs, labels.numpy().astype("uint8"), p, claimed_label_epsilon=3.0, delta=1e-6
+    )
     assert (audit.epsilon or 0.0) > 5
     assert audit.exceeds_label_claim
     assert not audit_labels(outputs, labels, p, claimed_label_epsilon=9.0).exceeds_label_claim
@@ -119,6 +143,10 @@ def test_a_model_that_memorised_is_found_and_contradicts_a_promise_about_labels_
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], match: str) -> None:
-    fine = {"outputs": torch.zeros(4, 3), "labels": torch.tensor([0, 1, 2, 0]), "reference": torch.full((4, 3), 1 / 3)}
+    fine = {
+        "outputs": torch.zeros(4, 3),
+        "labels": torch.tensor([0, 1, 2, 0]),
+        "reference": torch.full((4, 3), 1 / 3),
+    }
     with pytest.raises(ValueError, match=match):
         audit_labels(**{**fine, **change})

@@ -50,7 +50,11 @@ class Text(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.dropout, self.last = nn.Embedding(9, 5), nn.Dropout1d(0.2), nn.Linear(5, 3)
+        self.embedding, self.dropout, self.last = (
+            nn.Embedding(9, 5),
+            nn.Dropout1d(0.2),
+            nn.Linear(5, 3),
+        )
 
     def forward(self, words: Tensor) -> Tensor:
         return self.last(self.dropout(self.embedding(words)).mean(1))
@@ -88,7 +92,9 @@ def trained(
 ) -> None:
     """An ordinary private loop; faults are planted once, before each step and after it."""
     run = SimpleNamespace(data=data, engine=engine(), module=model(), last=None)
-    loader: Any = DataLoader(Subset(data, range(5, N)) if part else data, BATCH, shuffle=True, num_workers=workers)
+    loader: Any = DataLoader(
+        Subset(data, range(5, N)) if part else data, BATCH, shuffle=True, num_workers=workers
+    )
     given = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **options}
     made = run.engine.make_private(
         module=run.module, optimizer=optimizer(run.module.parameters()), data_loader=loader, **given
@@ -97,7 +103,11 @@ def trained(
     criterion = made[2] if len(made) == 4 else nn.CrossEntropyLoss()
     spoil(run)
     if physical is not None:
-        sizes: Any = {"data_loader": run.loader, "max_physical_batch_size": physical, "optimizer": run.optimizer}
+        sizes: Any = {
+            "data_loader": run.loader,
+            "max_physical_batch_size": physical,
+            "optimizer": run.optimizer,
+        }
         run.loader = BatchMemoryManager(**sizes).__enter__()
     for _ in range(2):  # epochs
         for batch in run.loader:
@@ -114,7 +124,9 @@ def trained(
             then(run)
 
 
-def replayed(data: Any = DATA, seed: int = 0, steps: int = STEPS, hidden: Any = None, **options: Any) -> Replay:
+def replayed(
+    data: Any = DATA, seed: int = 0, steps: int = STEPS, hidden: Any = None, **options: Any
+) -> Replay:
     how = {"examples": options.pop("examples", None), "n_is_public": hidden is None}
     return replay(lambda given: trained(given, **options), data, seed=seed, steps=steps, **how)
 
@@ -124,13 +136,19 @@ def replayed(data: Any = DATA, seed: int = 0, steps: int = STEPS, hidden: Any = 
 FIL = {"engine": FILPrivacyEngine}
 WORDS = TensorDataset((3 * INPUTS[:, :7]).abs().long().clamp(max=8), LABELS)
 SOUND: dict[str, dict[str, Any]] = {
-    "opacus, momentum": {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9)},
+    "opacus, momentum": {
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+    },
     "opacus, ghost, dropout": {"model": lambda: mlp(0.3), "grad_sample_mode": "ghost"},
     "opacus, physical batches": {"model": lambda: mlp(0.3), "physical": 6},
     "opacus, text": {"model": Text, "data": WORDS},
     "opacus, workers": {"data": Flipped(), "workers": 1, "model": lambda: mlp(0.3)},
     "opacus, sum": {"loss_reduction": "sum", "part": True},
-    "torchfil, CNN, Adam": {**FIL, "model": cnn, "optimizer": lambda own: torch.optim.Adam(own, lr=0.05)},
+    "torchfil, CNN, Adam": {
+        **FIL,
+        "model": cnn,
+        "optimizer": lambda own: torch.optim.Adam(own, lr=0.05),
+    },
     "torchfil, train_step, dropout": {
         **FIL,
         "by_engine": True,
@@ -207,7 +225,9 @@ class Twice:
 
 def drawn_twice(run: SimpleNamespace) -> None:
     loader = run.loader
-    run.loader = DataLoader(loader.dataset, batch_sampler=Twice(loader.batch_sampler), collate_fn=loader.collate_fn)
+    run.loader = DataLoader(
+        loader.dataset, batch_sampler=Twice(loader.batch_sampler), collate_fn=loader.collate_fn
+    )
 
 
 class Standardised(nn.Module):
@@ -261,27 +281,50 @@ def raises_for_large(run: SimpleNamespace) -> None:
 
 
 def set_all(values: dict[str, Any]) -> Callable[[SimpleNamespace], Any]:
-    return lambda run: [setattr(run.optimizer, name, value(run)) for name, value in values.items()] and None
+    return lambda run: (
+        [setattr(run.optimizer, name, value(run)) for name, value in values.items()] and None
+    )
 
 
 HALVED = noise_made_by(lambda drawn: drawn / 2)
 NOT_IN_ONE_LAYER = noise_made_by(lambda drawn: drawn * (drawn.shape != (3, 6)))
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "noise halved": ({"generate": HALVED}, "noise of parameter 0"),
-    "a layer without noise": ({"generate": NOT_IN_ONE_LAYER}, "noise of parameter 2 of 18 numbers has 0 times"),
+    "a layer without noise": (
+        {"generate": NOT_IN_ONE_LAYER},
+        "noise of parameter 2 of 18 numbers has 0 times",
+    ),
     "clip doubled": ({"spoil": clip_doubled}, "more than C = 1"),
-    "same noise": ({"then": lambda run: torch.manual_seed(0)}, "noises of steps 2 and 3 have correlation 1"),
+    "same noise": (
+        {"then": lambda run: torch.manual_seed(0)},
+        "noises of steps 2 and 3 have correlation 1",
+    ),
     "an example twice": ({"spoil": drawn_twice}, "is drawn 2 times"),
-    "true batch size": ({"each": set_all({"expected_batch_size": lambda run: max(1, len(run.x))})}, "divisor"),
-    "batch norm": ({"model": lambda: mlp(0.0, Standardised(running=False))}, "more than C = 1.*BatchNorm"),
+    "true batch size": (
+        {"each": set_all({"expected_batch_size": lambda run: max(1, len(run.x))})},
+        "divisor",
+    ),
+    "batch norm": (
+        {"model": lambda: mlp(0.0, Standardised(running=False))},
+        "more than C = 1.*BatchNorm",
+    ),
     "running statistics": ({"model": lambda: mlp(0.0, Standardised(running=True))}, "buffers"),
     "rate understated": (
-        {"spoil": hook(lambda run: run.engine.accountant.step(noise_multiplier=1.0, sample_rate=0.02)), "steps": 12},
+        {
+            "spoil": hook(
+                lambda run: run.engine.accountant.step(noise_multiplier=1.0, sample_rate=0.02)
+            ),
+            "steps": 12,
+        },
         "q = 0.02 gives 29",
     ),
     "half of the steps": ({"spoil": hook(count_half)}, "counts 3 of 6 releases"),
     "σ overstated": (
-        {"spoil": hook(lambda run: run.engine.accountant.step(noise_multiplier=2.0, sample_rate=0.125))},
+        {
+            "spoil": hook(
+                lambda run: run.engine.accountant.step(noise_multiplier=2.0, sample_rate=0.125)
+            )
+        },
         "counts σ = 2, the optimizer has 1",
     ),
     "leak into the next batch": ({"each": with_last_batch}, "was not drawn"),
@@ -309,7 +352,7 @@ def test_a_seeded_fault_is_found(name: str) -> None:
     assert any(re.search(sentence, finding) for finding in found.findings), str(found)
 
 
-# ---------------------------------------------------------------------- refusals, and what is left behind
+# ---------------------------------------------------------------- refusals, and what is left behind
 
 
 class Stream(IterableDataset[Any]):
@@ -332,7 +375,9 @@ def raises(data: Any) -> None:
         (trained, DATA, {"examples": [N]}, r"examples=\[120\] were not drawn"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(train: Any, data: Any, options: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_replayed_is_refused(
+    train: Any, data: Any, options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         replay(train, data, steps=2, **options)
 
@@ -354,12 +399,16 @@ def test_everything_is_restored() -> None:
 
 
 def test_dropout_is_coupled_by_example() -> None:
-    """Without it, a sound run would not pass: other masks change the sum where the example is left out."""
-    with mock.patch.object(replays._Run, "_rows", lambda run, shape, numbers, ids: numbers.new_ones(shape)):
+    """Without it, a sound run would not pass: other masks change the sum where the example is left
+    out.
+    """
+    with mock.patch.object(
+        replays._Run, "_rows", lambda run, shape, numbers, ids: numbers.new_ones(shape)
+    ):
         assert not replayed(model=lambda: mlp(0.5)).passed
 
 
-# ---------------------------------------------------------------------- in tests, and from the command line
+# -------------------------------------------------------------- in tests, and from the command line
 
 
 def test_the_fixture_asserts(assert_private_step: Any) -> None:
@@ -379,8 +428,18 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = call("audit", "own_training:train", "--data", "own_training:data", "--steps", "2")
     assert sound.exit_code == 0
     assert "does not prove privacy" in sound.stdout
-    arguments = ("audit", "own_training:train", "--data", "own_training:DATA", "--steps", "2", "--hidden-n")
+    arguments = (
+        "audit",
+        "own_training:train",
+        "--data",
+        "own_training:DATA",
+        "--steps",
+        "2",
+        "--hidden-n",
+    )
     found = call(*arguments, "--json")
     assert found.exit_code == 1
     assert "n is not public" in json.loads(found.stdout)["findings"][0]
-    assert "KeyError: 'no such column'" in refused("audit", "own_training:raises", "--data", "own_training:DATA")
+    assert "KeyError: 'no such column'" in refused(
+        "audit", "own_training:raises", "--data", "own_training:DATA"
+    )

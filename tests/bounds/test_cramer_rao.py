@@ -1,4 +1,7 @@
-"""Cramér–Rao against algebra, closed forms, and attackers that come as close as a bound allows; Rényi likewise."""
+"""Cramér–Rao against algebra, closed forms, and attackers that come as close as a bound allows.
+
+Rényi likewise.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ from torchfil.fisher import poisson_amplification
 
 
 def random_fim(batch: int, d: int, seed: int = 0) -> Tensor:
-    factor = torch.randn(batch, d + 2, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    factor = torch.randn(
+        batch, d + 2, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     return factor.mT @ factor
 
 
@@ -64,15 +69,23 @@ class TestTheorem2:
         assert abs(errors.mean().item() - biased) < 4 * errors.std().item() / math.sqrt(trials)
 
     def test_a_mean_with_any_jacobian(self) -> None:
-        """tr(J_μ I⁻¹ J_μᵀ) with J_μ that mixes coordinates and stretches them by different factors."""
+        """tr(J_μ I⁻¹ J_μᵀ) with J_μ that mixes coordinates and stretches them by different
+        factors.
+        """
         generator = torch.Generator().manual_seed(4)
         fim, bias = random_fim(5, 4), torch.randn(5, 4, generator=generator, dtype=torch.float64)
         jacobian = torch.randn(4, 4, generator=generator, dtype=torch.float64).triu()
-        want = torch.einsum("ij,bjk,ik->b", jacobian, torch.linalg.inv(fim), jacobian) + bias.square().sum(dim=1)
-        torch.testing.assert_close(bounds.mse_biased(fim, jacobian, bias), want / 4, rtol=1e-9, atol=0)
+        want = torch.einsum(
+            "ij,bjk,ik->b", jacobian, torch.linalg.inv(fim), jacobian
+        ) + bias.square().sum(dim=1)
+        torch.testing.assert_close(
+            bounds.mse_biased(fim, jacobian, bias), want / 4, rtol=1e-9, atol=0
+        )
 
     def test_one_attribute(self) -> None:
-        """Knowing all else, an attacker guesses coordinate j with standard error 1/sqrt(I_jj), and no better."""
+        """Knowing all else, an attacker guesses coordinate j with standard error 1/sqrt(I_jj), and
+        no better.
+        """
         fim = random_fim(1, 5)[0]
         error = bounds.attribute_error(fim.diagonal())
         unknown_rest = torch.linalg.inv(fim).diagonal().sqrt()
@@ -94,7 +107,10 @@ class TestTheorem2:
 
 
 def test_a_maximum_likelihood_attacker_attains_the_poisson_bound() -> None:
-    """One dimension, g̃(z) = z: T steps o_t = b_t z + N(0, 1), b_t ~ Bernoulli(q); the bound is 1/(T q κ∥)."""
+    """One dimension, g̃(z) = z: T steps o_t = b_t z + N(0, 1), b_t ~ Bernoulli(q).
+
+    The bound is 1/(T q κ∥).
+    """
     z, q, steps, runs = 1.0, 0.1, 4000, 200
     generator = torch.Generator().manual_seed(0)
     outputs = torch.randn(runs, steps, generator=generator, dtype=torch.float64)
@@ -114,17 +130,28 @@ def test_a_maximum_likelihood_attacker_attains_the_poisson_bound() -> None:
 
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
 def test_replace_one_covers_the_true_divergence(sigma: float) -> None:
-    """Gaussians at +C and −C from the data set without the example: D₂ = 4/σ²; add/remove: ε(α) = α/2σ²."""
+    """Gaussians at +C and −C from the data set without the example: D₂ = 4/σ².
+
+    Add/remove: ε(α) = α/2σ².
+    """
     got = bounds.replace_one_rdp(lambda alpha: alpha / (2 * sigma**2))
     assert 4 / sigma**2 <= got <= (1.5 * 4 / 2 + 3 / 2) / sigma**2
 
 
 def test_replace_one_covers_a_subsampled_mixture() -> None:
-    """Two Poisson-subsampled steps with opposite gradients, integrated numerically; add/remove from Opacus."""
+    """Two Poisson-subsampled steps with opposite gradients, integrated numerically.
+
+    Add/remove from Opacus.
+    """
     q, sigma = 0.2, 0.8
     x = np.linspace(-12, 12, 200_001)
-    plus, minus = (q * stats.norm.pdf(x, mean, sigma) + (1 - q) * stats.norm.pdf(x, 0, sigma) for mean in (1.0, -1.0))
+    plus, minus = (
+        q * stats.norm.pdf(x, mean, sigma) + (1 - q) * stats.norm.pdf(x, 0, sigma)
+        for mean in (1.0, -1.0)
+    )
     true = math.log(integrate.trapezoid(plus**2 / minus, x))
-    got = bounds.replace_one_rdp(lambda alpha: float(compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=alpha)))
+    got = bounds.replace_one_rdp(
+        lambda alpha: float(compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=alpha))
+    )
     paper = float(compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=2.0))
     assert paper < true <= got, "the paper's reading is not a bound here"

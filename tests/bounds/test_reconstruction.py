@@ -15,8 +15,12 @@ from torchfil import bounds
 from torchfil.bounds.reconstruction import StepLoss, compose, success_by_counts, success_of
 
 
-def sampled(prior: float, stretches: list[tuple[float, float, int]], runs: int, seed: int = 0) -> tuple[float, float]:
-    """The success rate and its standard error by brute force: thresholds from runs of ν, successes from runs of μ."""
+def sampled(
+    prior: float, stretches: list[tuple[float, float, int]], runs: int, seed: int = 0
+) -> tuple[float, float]:
+    """The success rate and its standard error by brute force: thresholds from runs of ν, successes
+    from runs of μ.
+    """
     generator = np.random.default_rng(seed)
     ratios = []
     for participates in (False, True):
@@ -51,7 +55,9 @@ def test_the_grid_brackets_the_closed_form() -> None:
     ends = []
     for law in (step.rounded_down(width), step.rounded_up(width)):
         sums = compose([law], np.array([[steps]]), start, size)
-        ends.append(success_of(sums, np.array([start * width + steps * law.offset]), width, priors)[0])
+        ends.append(
+            success_of(sums, np.array([start * width + steps * law.offset]), width, priors)[0]
+        )
     assert (ends[0] <= truth * (1 + 1e-7)).all()
     assert (truth <= ends[1] * (1 + 1e-7)).all()
     np.testing.assert_allclose(ends[0], ends[1], rtol=1e-4)
@@ -60,7 +66,8 @@ def test_the_grid_brackets_the_closed_form() -> None:
 @pytest.mark.parametrize("q", [0.3, 0.01])
 @pytest.mark.parametrize(("prior", "sigma"), [(1e-6, 0.7), (0.05, 0.7), (1e-20, 0.1)])
 def test_one_subsampled_step_by_hand(q: float, prior: float, sigma: float) -> None:
-    """In one step the likelihood ratio grows with the output, so that the threshold is one on the output.
+    """In one step the likelihood ratio grows with the output, so that the threshold is one on the
+    output.
 
     With little noise, the losses that matter for a tiny prior exceed 40.
     """
@@ -71,7 +78,9 @@ def test_one_subsampled_step_by_hand(q: float, prior: float, sigma: float) -> No
     assert float(bracket.high) <= float(bracket.low) * (1 + 1e-4)
 
 
-@pytest.mark.parametrize("stretches", [[(0.3, 0.7, 5)], [(0.1, 1.0, 10), (0.2, 2.0, 20), (0.1, 1.0, 5)]])
+@pytest.mark.parametrize(
+    "stretches", [[(0.3, 0.7, 5)], [(0.1, 1.0, 10), (0.2, 2.0, 20), (0.1, 1.0, 5)]]
+)
 def test_sampled_runs_agree(stretches: list[tuple[float, float, int]]) -> None:
     q, sigma, steps = (list(column) for column in zip(*stretches, strict=True))
     for prior in (0.01, 0.2):
@@ -82,7 +91,9 @@ def test_sampled_runs_agree(stretches: list[tuple[float, float, int]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("q", "sigma", "steps"), [(0.034, 1.5, 12_000), (0.01, 0.3, 200), (1e-5, 1.0, 1_000_000)])
+@pytest.mark.parametrize(
+    ("q", "sigma", "steps"), [(0.034, 1.5, 12_000), (0.01, 0.3, 200), (1e-5, 1.0, 1_000_000)]
+)
 def test_long_runs_have_narrow_brackets(q: float, sigma: float, steps: int) -> None:
     bracket = bounds.rero([1e-6, 0.001, 0.1], q=q, noise_multiplier=sigma, steps=steps)
     assert (bracket.low <= bracket.high).all()
@@ -90,9 +101,13 @@ def test_long_runs_have_narrow_brackets(q: float, sigma: float, steps: int) -> N
 
 
 def test_many_examples_at_once() -> None:
-    """By levels of effective noise: an upper end that is close to the bracket of the example alone."""
+    """By levels of effective noise: an upper end that is close to the bracket of the example
+    alone.
+    """
     q, sigmas = 0.05, [1.0, 1.5, 4.0, 20.0]
-    counts = np.array([[300, 0, 0, 0], [100, 100, 100, 0], [0, 0, 0, 300], [0, 0, 0, 0], [100, 100, 100, 0]])
+    counts = np.array(
+        [[300, 0, 0, 0], [100, 100, 100, 0], [0, 0, 0, 300], [0, 0, 0, 0], [100, 100, 100, 0]]
+    )
     priors = [0.001, 0.1]
     success = success_by_counts(priors, q, sigmas, counts)
     assert success[3].tolist() == priors, "nothing was released"
@@ -100,12 +115,17 @@ def test_many_examples_at_once() -> None:
     for row in (0, 1, 2):
         used = counts[row] > 0
         alone = bounds.rero(
-            priors, q=q, noise_multiplier=np.array(sigmas)[used].tolist(), steps=counts[row][used].tolist()
+            priors,
+            q=q,
+            noise_multiplier=np.array(sigmas)[used].tolist(),
+            steps=counts[row][used].tolist(),
         )
         assert (success[row] >= alone.low.numpy()).all()
         np.testing.assert_allclose(success[row], alone.high, rtol=0.01)
     without = success_by_counts(priors, 1.0, sigmas, counts)
-    np.testing.assert_allclose(without[2], stats.norm.cdf(stats.norm.ppf(priors) + math.sqrt(300) / 20), rtol=1e-12)
+    np.testing.assert_allclose(
+        without[2], stats.norm.cdf(stats.norm.ppf(priors) + math.sqrt(300) / 20), rtol=1e-12
+    )
 
 
 def test_refusals() -> None:
@@ -117,7 +137,12 @@ def test_refusals() -> None:
         r"have \[2, 1, 3\] entries": {"q": [0.5, 0.1], "steps": [1, 2, 3]},
     }
     right = {"prior_success": 0.1, "q": 0.5, "noise_multiplier": 1, "steps": 1}
-    all_refused({noun: lambda options=options: bounds.rero(**{**right, **options}) for noun, options in wrong.items()})
+    all_refused(
+        {
+            noun: lambda options=options: bounds.rero(**{**right, **options})
+            for noun, options in wrong.items()
+        }
+    )
 
 
 # --- next to no noise, whose losses no grid would hold

@@ -23,7 +23,9 @@ def people(covariance: Tensor, count: int, generator: torch.Generator) -> Tensor
 
 @pytest.mark.parametrize("noise", [0.3, 5.0])
 def test_a_posterior_mean_breaks_cramer_rao_and_attains_van_trees(noise: float) -> None:
-    """z ~ N(0, Σ), o = z + N(0, s²I): the posterior mean's MSE is tr((I/s² + Σ⁻¹)⁻¹)/d, the least there is."""
+    """z ~ N(0, Σ), o = z + N(0, s²I): the posterior mean's MSE is tr((I/s² + Σ⁻¹)⁻¹)/d, the least
+    there is.
+    """
     generator, trials = torch.Generator().manual_seed(0), 100_000
     covariance = torch.diag(torch.tensor([0.8, 1.0, 1.2], dtype=torch.float64)) + 0.1
     z = people(covariance, trials, generator)
@@ -35,7 +37,9 @@ def test_a_posterior_mean_breaks_cramer_rao_and_attains_van_trees(noise: float) 
     trace, information = 3 / noise**2, torch.linalg.inv(covariance)
     loose = bounds.mse_van_trees(trace, 3, information.trace()).item()
     tight = bounds.mse_van_trees(trace, 3, torch.linalg.eigvalsh(information)).item()
-    assert mse + 4 * error < bounds.mse_from_trace(torch.tensor(trace), 3).item(), "biased attackers may"
+    assert mse + 4 * error < bounds.mse_from_trace(torch.tensor(trace), 3).item(), (
+        "biased attackers may"
+    )
     assert loose <= tight * (1 + 1e-12)
     assert tight < mse + 4 * error
     assert mse < 1.1 * loose, "an isotropic release of nearly isotropic people: both come close"
@@ -43,7 +47,9 @@ def test_a_posterior_mean_breaks_cramer_rao_and_attains_van_trees(noise: float) 
 
 @pytest.mark.parametrize("noise", [0.2, 2.0])
 def test_no_posterior_mean_beats_it_in_a_box(noise: float) -> None:
-    """z with the density cos² on [−1, 1], o = z + N(0, s²), the posterior mean by summation over a grid."""
+    """z with the density cos² on [−1, 1], o = z + N(0, s²), the posterior mean by summation over a
+    grid.
+    """
     grid = np.linspace(-1, 1, 801)
     prior = np.cos(math.pi * grid / 2) ** 2
     prior /= prior.sum()
@@ -76,8 +82,13 @@ def test_water_filling_is_the_least_over_all_ways_to_spend_the_trace() -> None:
         bound = bounds.mse_van_trees(trace, 4, information.tolist()).item()
         assert bound == pytest.approx(least.fun, rel=1e-5)
         assert bound >= bounds.mse_van_trees(trace, 4, information.sum()).item()
-    assert bounds.mse_van_trees(0.0, 4, information.tolist()).item() == pytest.approx((1 / information).mean())
-    assert bounds.mse_van_trees(torch.tensor([math.inf, 0.0]), 1, [math.pi]).tolist() == [0.0, 1 / math.pi]
+    assert bounds.mse_van_trees(0.0, 4, information.tolist()).item() == pytest.approx(
+        (1 / information).mean()
+    )
+    assert bounds.mse_van_trees(torch.tensor([math.inf, 0.0]), 1, [math.pi]).tolist() == [
+        0.0,
+        1 / math.pi,
+    ]
 
 
 def test_directions_in_which_all_agree_count_as_known() -> None:
@@ -95,19 +106,25 @@ def test_directions_in_which_all_agree_count_as_known() -> None:
 
 
 def test_the_error_is_calibrated_over_draws_of_people() -> None:
-    """Traces that differ from person to person: the interval covers the bound at the population's mean trace."""
+    """Traces that differ from person to person: the interval covers the bound at the population's
+    mean trace.
+    """
     prior = Prior.box(0.0, 1.0, num_coordinates=5)
     truth = bounds.mse_van_trees(20.0, 5, prior.information).item()
     covered = 0
     for seed in range(200):
         traces = 20 * torch.empty(100).exponential_(generator=torch.Generator().manual_seed(seed))
-        low, high = bounds.population_mse_bound(Estimate.exact(traces), 5, prior).bound.interval(0.95)
+        low, high = bounds.population_mse_bound(Estimate.exact(traces), 5, prior).bound.interval(
+            0.95
+        )
         covered += int(low <= truth <= high)
     assert 0.9 <= covered / 200 <= 0.99
 
 
 def test_refusals() -> None:
-    values = torch.cat([torch.randn(40, 2, dtype=torch.float64), torch.arange(40).double()[:, None] % 2], dim=1)
+    values = torch.cat(
+        [torch.randn(40, 2, dtype=torch.float64), torch.arange(40).double()[:, None] % 2], dim=1
+    )
     box, exact = Prior.box(0, 1, num_coordinates=3), Estimate.exact
     refused = {
         r"infinite.*torchfil.questions": lambda: bounds.mse_van_trees(1.0, 1, math.inf),
@@ -115,7 +132,9 @@ def test_refusals() -> None:
         "int64: discrete": lambda: Prior.gaussian(np.arange(40)[:, None]),
         "values must be": lambda: Prior.gaussian(torch.randn(5)),
         "must lie below high": lambda: Prior.box(1.0, 0.0, num_coordinates=2),
-        "the prior has 3 coordinates": lambda: bounds.population_mse_bound(exact(torch.ones(4)), 2, box),
+        "the prior has 3 coordinates": lambda: bounds.population_mse_bound(
+            exact(torch.ones(4)), 2, box
+        ),
         "mean_trace=-1": lambda: bounds.mse_van_trees(-1, 1, 1.0),
         "leaves nothing unknown": lambda: Prior.gaussian(values[:, :2], [torch.arange(40)]),
         "prior is of 40 examples": lambda: bounds.population_mse_bound(
@@ -123,11 +142,15 @@ def test_refusals() -> None:
         ),
     }
     all_refused(refused)
-    assert Prior.gaussian(values, allow_discrete=True).variance == pytest.approx(values.var(dim=0).mean().item())
+    assert Prior.gaussian(values, allow_discrete=True).variance == pytest.approx(
+        values.var(dim=0).mean().item()
+    )
 
 
 def test_labels_and_known_columns_are_conditioned_on() -> None:
-    """A joint normal law of private and public values within two labels of different spread: Σ given both is known."""
+    """A joint normal law of private and public values within two labels of different spread: Σ
+    given both is known.
+    """
     generator, count = torch.Generator().manual_seed(5), 20_000
     label = torch.arange(count) % 2
     column = 3 + torch.randn(count, 1, generator=generator, dtype=torch.float64)
@@ -139,11 +162,15 @@ def test_labels_and_known_columns_are_conditioned_on() -> None:
     prior = Prior.gaussian(values, [label, column])
     assert prior.variance == pytest.approx((0.01 + 0.25) / 2, rel=0.03)
     found = bounds.population_mse_bound(trace, 2, prior)
-    by_label = [bounds.mse_van_trees(t, 2, [1 / s**2] * 2).item() for t, s in ((2.0, 0.1), (0.2, 0.5))]
+    by_label = [
+        bounds.mse_van_trees(t, 2, [1 / s**2] * 2).item() for t, s in ((2.0, 0.1), (0.2, 0.5))
+    ]
     assert found.bound.value.item() == pytest.approx(sum(by_label) / 2, rel=0.03)
     assert found.bound.kind == "upper bound"
     alone = bounds.population_mse_bound(trace, 2, Prior.gaussian(values))
-    assert alone.bound.value.item() > 3 * found.bound.value.item(), "without the label it would claim too much"
+    assert alone.bound.value.item() > 3 * found.bound.value.item(), (
+        "without the label it would claim too much"
+    )
 
     # one-hot labels are labels; an example whose label nobody shares counts as known
     hot = torch.nn.functional.one_hot(label).double()
@@ -156,7 +183,9 @@ def test_labels_and_known_columns_are_conditioned_on() -> None:
 
 
 def test_known_columns_cost_degrees_of_freedom() -> None:
-    """Few people and many known columns: what is left has the variance of a regression, not of its small residuals."""
+    """Few people and many known columns: what is left has the variance of a regression, not of its
+    small residuals.
+    """
     generator = torch.Generator().manual_seed(7)
     columns = torch.randn(30, 12, generator=generator, dtype=torch.float64)
     values = columns @ torch.randn(12, 3, generator=generator, dtype=torch.float64)

@@ -1,4 +1,6 @@
-"""Processes of one group (gloo, if no other is named) that wait for tasks, as importing torch takes long."""
+"""Processes of one group (gloo, if no other is named) that wait for tasks, as importing torch takes
+long.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +27,36 @@ from opacus.accountants.analysis import rdp
 from tests.repeatable import inject
 
 TIMEOUT = 240
-PRELOADED = [f"tests.distributed.test_{part}" for part in ("rank_checkpoints", "rank_faults", "ranks")]
+PRELOADED = [
+    f"tests.distributed.test_{part}" for part in ("rank_checkpoints", "rank_faults", "ranks")
+]
 
 
 class RankPool:
-    """So many processes; a task runs in all of them at once, and what each returns comes back as a list."""
+    """So many processes; a task runs in all of them at once, and what each returns comes back as a
+    list.
+    """
 
-    def __init__(self, size: int, folder: Path, preloaded: Sequence[str] = PRELOADED, backend: str = "gloo") -> None:
+    def __init__(
+        self, size: int, folder: Path, preloaded: Sequence[str] = PRELOADED, backend: str = "gloo"
+    ) -> None:
         self.size = size
         context = _context(preloaded)
         self._processes, self._ends = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, size, folder / "store", theirs, backend), daemon=True)
+            process = context.Process(
+                target=serve, args=(rank, size, folder / "store", theirs, backend), daemon=True
+            )
             process.start()
             self._processes.append(process)
             self._ends.append(ours)
 
     def run(self, task: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
-        """What the task returns, rank by rank; an exception of a rank is raised here with its traceback."""
+        """What the task returns, rank by rank.
+
+        An exception of a rank is raised here with its traceback.
+        """
         for end in self._ends:
             end.send_bytes(pickle.dumps((task, args, options)))
         answers: dict[int, tuple[bool, Any]] = {}
@@ -51,7 +64,10 @@ class RankPool:
         while len(answers) < self.size and not any(is_error for is_error, _ in answers.values()):
             if time.monotonic() > deadline:
                 self.close()
-                raise TimeoutError(f"ranks {set(range(self.size)) - answers.keys()} give no answer to {task.__name__}")
+                raise TimeoutError(
+                    f"ranks {set(range(self.size)) - answers.keys()} give no answer to "
+                    f"{task.__name__}"
+                )
             waiting = [end for rank, end in enumerate(self._ends) if rank not in answers]
             for end in multiprocessing.connection.wait(waiting, timeout=1):
                 rank = self._ends.index(end)
@@ -60,7 +76,9 @@ class RankPool:
                 except EOFError:
                     self.close()
                     code = self._processes[rank].exitcode
-                    raise AssertionError(f"rank {rank} died in {task.__name__}: exit code {code}") from None
+                    raise AssertionError(
+                        f"rank {rank} died in {task.__name__}: exit code {code}"
+                    ) from None
         for rank, (is_error, value) in answers.items():
             if is_error:  # the others may wait for this one
                 self.close()
@@ -80,11 +98,14 @@ class RankPool:
 
 
 def _context(preloaded: Sequence[str]) -> Any:
-    """Where there is no GPU, processes are forked from one that has imported everything, and has done nothing else."""
+    """Where there is no GPU, processes are forked from one that has imported everything, and has
+    done nothing else.
+    """
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)  # the server reads it
+    # the server reads it
+    os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     context.set_forkserver_preload(list(preloaded))
     return context
 
@@ -93,11 +114,20 @@ def printed_by_two(code: str, folder: Path, *, torchrun: bool = True) -> str:
     """What code prints that runs on two processes, which torchrun starts or the code itself."""
     script = folder / "train.py"
     script.write_text(code)
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
+    start = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
+    )
     root = str(Path(__file__).parents[2])
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": root}
+    variables = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": root,
+    }
     command = [sys.executable, *start, str(script)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=variables, check=False)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env=variables, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -109,7 +139,9 @@ def serve(rank: int, size: int, store: Path, end: Connection, backend: str) -> N
     rdp._compute_rdp = cache(rdp._compute_rdp)  # as in conftest.py
     inject()
     timeout = datetime.timedelta(seconds=TIMEOUT)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout
+    )
     while True:
         try:
             task, args, options = pickle.loads(end.recv_bytes())

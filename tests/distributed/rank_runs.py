@@ -1,4 +1,7 @@
-"""Training runs that go on several ranks and, with the same draws, in one process; and what is known of them after."""
+"""Training runs that go on several ranks and, with the same draws, in one process.
+
+And what is known of them after.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ Draws = Sequence[Sequence[int]]  # the examples of every step
 class Outcome:
     """All that a run says."""
 
-    values: list[Tensor] = field(default_factory=list)  # the weights, individual ε; robustness, if a file is written
+    # the weights, individual ε; robustness, if a file is written
+    values: list[Tensor] = field(default_factory=list)
     sums: dict[str, Tensor] = field(default_factory=dict)
     epsilon: float = 0.0
     columns: dict[str, list[Any]] = field(default_factory=dict)
@@ -62,7 +66,11 @@ def text_case() -> tuple[nn.Module, TensorDataset, dict[str, Any]]:
     torch.manual_seed(0)
     module = zoo.token_transformer(3, 20, 4, width=4, depth=1, heads=2).double()
     dataset = TensorDataset(torch.randint(20, (23, 4)), torch.randint(3, (23,)))
-    return module, dataset, {"private": Private(submodule="embedding"), "questions": {"second": Token(1, [3, 4])}}
+    return (
+        module,
+        dataset,
+        {"private": Private(submodule="embedding"), "questions": {"second": Token(1, [3, 4])}},
+    )
 
 
 def adapter_case() -> tuple[nn.Module, TensorDataset, dict[str, Any]]:
@@ -111,12 +119,24 @@ def make(case: str, *, batch_size: int = 10, sharded: bool = False, **options: A
     several = dist.is_initialized()
     if sharded and several:
         shard(module)
-    wrapped = DifferentiallyPrivateDistributedDataParallel(module) if several and not sharded else module
+    wrapped = (
+        DifferentiallyPrivateDistributedDataParallel(module) if several and not sharded else module
+    )
     engine = FILPrivacyEngine()
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer: Any = torch.optim.SGD(trained, lr=0.5, momentum=0.5)
-    given = {"noise_multiplier": SIGMA, "max_grad_norm": C, "criterion": nn.CrossEntropyLoss(), "estimator": "exact"}
-    given |= {"noise_generator": torch.Generator(device=DEVICE).manual_seed(7), "seed": 3, **settings, **options}
+    given = {
+        "noise_multiplier": SIGMA,
+        "max_grad_norm": C,
+        "criterion": nn.CrossEntropyLoss(),
+        "estimator": "exact",
+    }
+    given |= {
+        "noise_generator": torch.Generator(device=DEVICE).manual_seed(7),
+        "seed": 3,
+        **settings,
+        **options,
+    }
     plain = DataLoader(dataset, batch_size=batch_size, generator=torch.Generator().manual_seed(2))
     return Made(engine, module, *engine.make_private(wrapped, optimizer, plain, **grouped(**given)))
 
@@ -146,7 +166,9 @@ def trained(
                 made.loader.batch_sampler.set_epoch(epoch)
             for x, y in noting(batches_of(made.loader, made.optimizer, physical), done.draws):
                 if not made.optimizer.inside_logical_batch:
-                    done.before.append({name: whole(p).cpu() for name, p in made.module.named_parameters()})
+                    done.before.append(
+                        {name: whole(p).cpu() for name, p in made.module.named_parameters()}
+                    )
                 take_step(made, x, y) if step == "loop" else made.engine.train_step(x, y)
             if refreshed:
                 made.engine.refresh_norms()
@@ -162,7 +184,9 @@ def batches_of(loader: Any, optimizer: Any, physical: int | None) -> Iterator[An
     if physical is None:
         yield from loader
         return
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer) as batches:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer
+    ) as batches:
         yield from batches
 
 
@@ -174,7 +198,9 @@ def noting(batches: Iterator[Any], draws: list[list[int]]) -> Iterator[Any]:
 
 @contextmanager
 def replaying(draws: Draws | None) -> Iterator[None]:
-    """In place of chance: the batches of this process, one after the other, also over several passes."""
+    """In place of chance: the batches of this process, one after the other, also over several
+    passes.
+    """
     if draws is None:
         yield
         return
@@ -189,15 +215,23 @@ def replaying(draws: Draws | None) -> Iterator[None]:
 
 
 def outcome(made: Made, folder: str | None, done: Outcome) -> Outcome:
-    """All that the run says now, beside what is known of its steps; without a folder no run file is written."""
+    """All that the run says now, beside what is known of its steps.
+
+    Without a folder no run file is written.
+    """
     engine = made.engine
     engine.gather()
     timeline: dict[str, Any] = {"steps": list(engine.state_dict()["run"]["timeline"]["steps"])}
-    values = [*map(whole, made.module.parameters()), engine.get_individual_epsilon(range(3), delta=DELTA).value]
+    values = [
+        *map(whole, made.module.parameters()),
+        engine.get_individual_epsilon(range(3), delta=DELTA).value,
+    ]
     if folder is not None:
         path = Path(folder) / f"run{dist.get_world_size() if dist.is_initialized() else 1}.parquet"
         engine.save_run(path, delta=DELTA, hash_data=False)
-        timeline = dict(load(path).history) if not dist.is_initialized() or dist.get_rank() == 0 else {}
+        timeline = (
+            dict(load(path).history) if not dist.is_initialized() or dist.get_rank() == 0 else {}
+        )
         values.append(engine.get_reconstruction_robustness([0, 1]).value)
     return replace(
         done,
@@ -214,10 +248,13 @@ def as_one(parts: Sequence[Draws]) -> list[list[int]]:
     return [[i for part in step for i in part] for step in zip(*parts, strict=True)]
 
 
-def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-6, *, moved: bool = False) -> None:
+def assert_same(
+    found: Outcome, expected: Outcome, tolerance: float = 1e-6, *, moved: bool = False
+) -> None:
     """Weights, sums, ε, columns and timeline (which rank 0 has) agree.
 
-    Where examples ``moved`` from rank to rank, the error of the run's path may differ, and with it lower ends.
+    Where examples ``moved`` from rank to rank, the error of the run's path may differ, and with it
+    lower ends.
     """
     for ours, theirs in zip(found.values, expected.values, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
@@ -225,7 +262,9 @@ def assert_same(found: Outcome, expected: Outcome, tolerance: float = 1e-6, *, m
     for name, value in expected.sums.items():
         if moved and name.endswith(("_changes", "_last")):
             continue
-        scale = float(expected.sums["trace" if name in ("certain", "variance") else name].abs().max())
+        scale = float(
+            expected.sums["trace" if name in ("certain", "variance") else name].abs().max()
+        )
         atol = tolerance * scale if value.is_floating_point() else 0.0
         torch.testing.assert_close(found.sums[name], value, rtol=tolerance, atol=atol, msg=name)
     assert found.epsilon == expected.epsilon

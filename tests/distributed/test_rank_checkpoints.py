@@ -11,7 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.rank_runs import Outcome, as_one, assert_same, make, outcome, replaying, take_step
+from tests.distributed.rank_runs import (
+    Outcome,
+    as_one,
+    assert_same,
+    make,
+    outcome,
+    replaying,
+    take_step,
+)
 from tests.repeatable import check_no_noise_is_shared, recorded_noise
 
 DRAWS: list[list[list[int]]] = [
@@ -27,8 +35,12 @@ def own_draws(scattered: bool) -> list[list[int]]:
     return DRAWS[dist.get_rank() ^ scattered] if dist.is_initialized() else ALONE
 
 
-def trained(path: str | None = None, *, resume: bool = False, scattered: bool = False, **options: Any) -> Outcome:
-    """Two passes with a checkpoint between them, or the second from that checkpoint, after a wrong start."""
+def trained(
+    path: str | None = None, *, resume: bool = False, scattered: bool = False, **options: Any
+) -> Outcome:
+    """Two passes with a checkpoint between them, or the second from that checkpoint, after a wrong
+    start.
+    """
     made = make("digits", questions={}, num_probes=2, batch_size=16, **options)
     state = {"path": path, "module": made.model, "optimizer": made.optimizer}
     draws = own_draws(scattered)
@@ -52,16 +64,21 @@ def alone() -> Outcome:
 
 
 @pytest.mark.parametrize(("kind", "sharded"), [("run.pt", False), ("run/", True)])
-def test_as_many_ranks_go_on_bit_for_bit(two_ranks: RankPool, tmp_path: Path, kind: str, sharded: bool) -> None:
+def test_as_many_ranks_go_on_bit_for_bit(
+    two_ranks: RankPool, tmp_path: Path, kind: str, sharded: bool
+) -> None:
     path, options = f"{tmp_path}/{kind}", {"sharded": sharded, "estimator": "weight-probes"}
     expected = two_ranks.run(trained, path, **options)
     assert [path.name for path in tmp_path.iterdir()] == [kind.strip("/")]  # of rank 0, for all
-    for found, unbroken in zip(two_ranks.run(trained, path, resume=True, **options), expected, strict=True):
+    for found, unbroken in zip(
+        two_ranks.run(trained, path, resume=True, **options), expected, strict=True
+    ):
         assert_same(found, unbroken, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("kind", "sharded"), [("run.pt", False), pytest.param("run.pt", True, marks=SLOW), ("run/", True)]
+    ("kind", "sharded"),
+    [("run.pt", False), pytest.param("run.pt", True, marks=SLOW), ("run/", True)],
 )
 def test_another_number_of_ranks_goes_on(
     two_ranks: RankPool, tmp_path: Path, alone: Outcome, kind: str, sharded: bool
@@ -76,10 +93,14 @@ def test_another_number_of_ranks_goes_on(
 
 
 def noise_of_a_run(path: str, *, resume: bool) -> tuple[list[Tensor], list[list[int]]]:
-    """A pass as users make it, from the start or from a checkpoint, which it writes otherwise: its noise and draws."""
+    """A pass as users make it, from the start or from a checkpoint, which it writes otherwise: its
+    noise and draws.
+    """
     with recorded_noise() as drawn:
         torch.manual_seed(0)
-        made = make("digits", questions={}, estimator="weight-probes", noise_generator=None, batch_size=16)
+        made = make(
+            "digits", questions={}, estimator="weight-probes", noise_generator=None, batch_size=16
+        )
         state, batches = {"path": path, "module": made.model, "optimizer": made.optimizer}, []
         if resume:
             made.engine.load_checkpoint(**state)
@@ -93,7 +114,9 @@ def noise_of_a_run(path: str, *, resume: bool) -> tuple[list[Tensor], list[list[
 
 
 @pytest.mark.parametrize("kind", ["run.pt", "run/"])
-def test_ranks_that_resume_share_neither_noise_nor_draws(two_ranks: RankPool, tmp_path: Path, kind: str) -> None:
+def test_ranks_that_resume_share_neither_noise_nor_draws(
+    two_ranks: RankPool, tmp_path: Path, kind: str
+) -> None:
     path = f"{tmp_path}/{kind}"
     runs = [two_ranks.run(noise_of_a_run, path, resume=resume) for resume in (False, True, True)]
     check_no_noise_is_shared(*(noise for (noise, _), _ in runs))  # rank 0 adds it

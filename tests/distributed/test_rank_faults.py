@@ -23,7 +23,8 @@ from tests.engine.hunger import room_for
 from torchfil import FILPrivacyEngine, check
 from torchfil.engine.distributed.ranks import StepNotTakenError
 
-DRAWS = [[[i, i + 1, i + 2] for i in range(0, 28, 4)], [[i, i + 1] for i in range(30, 58, 4)]]  # of 7 steps
+# of 7 steps
+DRAWS = [[[i, i + 1, i + 2] for i in range(0, 28, 4)], [[i, i + 1] for i in range(30, 58, 4)]]
 EVERYBODY = [[list(range(first, 61, 2))] * 7 for first in (0, 1)]
 PROBES = {"estimator": "weight-probes", "num_probes": 2}
 
@@ -47,10 +48,18 @@ def whole_step(made: Made, x: Tensor, y: Tensor) -> None:
     made.engine.train_step(x, y)
 
 
-def played(draws: Any = DRAWS, spoilt: str = "", place: int = -1, step: Any = take_step, **options: Any) -> Played:
-    """A pass with these draws, in which a step of rank 1 is spoilt: what each rank says, and the run afterwards."""
+def played(
+    draws: Any = DRAWS, spoilt: str = "", place: int = -1, step: Any = take_step, **options: Any
+) -> Played:
+    """A pass with these draws, in which a step of rank 1 is spoilt: what each rank says, and the
+    run afterwards.
+    """
     made, errors, rank = make("digits", **{"questions": {}, **options}), [], dist.get_rank()
-    with replaying(draws[rank]), warnings.catch_warnings(record=True) as told, contextlib.ExitStack() as stack:
+    with (
+        replaying(draws[rank]),
+        warnings.catch_warnings(record=True) as told,
+        contextlib.ExitStack() as stack,
+    ):
         warnings.simplefilter("always")
         for now, (x, y) in enumerate(made.loader):
             kind = spoilt if (now, rank) == (place, 1) else ""
@@ -73,7 +82,9 @@ def played(draws: Any = DRAWS, spoilt: str = "", place: int = -1, step: Any = ta
     steps = sum(count for *_, count in made.engine.accountant.history)
     weights, ledger = [whole(p) for p in made.module.parameters()], made.engine.ledger
     sums = {} if ledger is None else dict(ledger.sums)
-    return Played(errors, weights, sums, steps, said, made.engine._training.step.executor.memory_limit)
+    return Played(
+        errors, weights, sums, steps, said, made.engine._training.step.executor.memory_limit
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +113,9 @@ def test_a_step_that_one_rank_refuses_is_taken_by_none(
     assert all(map(torch.equal, there.weights, here.weights))
 
 
-def test_ranks_must_agree_and_a_refusal_inside_a_logical_batch_ends_the_run(two_ranks: RankPool) -> None:
+def test_ranks_must_agree_and_a_refusal_inside_a_logical_batch_ends_the_run(
+    two_ranks: RankPool,
+) -> None:
     for each in two_ranks.run(played, DRAWS, "noise", 1):
         assert "between 0.45 and 0.9" in each.errors[0]
     there, here = two_ranks.run(played, [part[:3] for part in DRAWS], "NaN in a part", 1)
@@ -114,7 +127,9 @@ def test_ranks_must_agree_and_a_refusal_inside_a_logical_batch_ends_the_run(two_
 
 
 def cut_off() -> bool:
-    """Whether a step in which the ranks no longer hear each other leaves weights and accounting as they were."""
+    """Whether a step in which the ranks no longer hear each other leaves weights and accounting as
+    they were.
+    """
     made = make("digits", questions={})
     with replaying(DRAWS[dist.get_rank()]):
         batch = next(iter(made.loader))
@@ -122,7 +137,10 @@ def cut_off() -> bool:
     silent = mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("timed out"))
     with silent, pytest.raises(StepNotTakenError, match="end of step 1"):
         take_step(made, *batch)
-    return all(map(torch.equal, before, made.module.parameters())) and not made.engine.accountant.history
+    return (
+        all(map(torch.equal, before, made.module.parameters()))
+        and not made.engine.accountant.history
+    )
 
 
 def test_a_step_whose_ranks_are_cut_off_is_not_taken(two_ranks: RankPool) -> None:
@@ -138,11 +156,16 @@ def test_only_the_rank_that_ran_out_of_memory_halves(two_ranks: RankPool) -> Non
         for a, b in zip(found.weights, alone.weights, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
         for name, value in alone.sums.items():
-            torch.testing.assert_close(found.sums[name], value, rtol=1e-9, atol=1e-9 * float(value.abs().max()))
+            torch.testing.assert_close(
+                found.sums[name], value, rtol=1e-9, atol=1e-9 * float(value.abs().max())
+            )
 
 
 def test_all_ranks_skip_the_same_steps_and_probe_by_themselves(two_ranks: RankPool) -> None:
-    """Everybody is drawn at each step, of which about half are measured; examples that look alike, probed twice."""
+    """Everybody is drawn at each step, of which about half are measured.
+
+    Examples that look alike, probed twice.
+    """
     sums = two_ranks.run(played, EVERYBODY, fil_rate=0.5)[0].sums
     measured = sums["trace_measured"]
     assert bool((sums["participations"] == 7).all())
@@ -155,7 +178,10 @@ def test_all_ranks_skip_the_same_steps_and_probe_by_themselves(two_ranks: RankPo
 
 def probed() -> Tensor:
     made = make("digits", questions={}, **PROBES)
-    made.loader.plain_dataset.tensors = torch.ones(61, 16, dtype=torch.float64), torch.zeros(61, dtype=torch.long)
+    made.loader.plain_dataset.tensors = (
+        torch.ones(61, 16, dtype=torch.float64),
+        torch.zeros(61, dtype=torch.long),
+    )
     with replaying([[0, 2, 4]] if dist.get_rank() == 0 else [[1, 3, 5]]):
         for x, y in made.loader:
             take_step(made, x, y)
@@ -166,11 +192,15 @@ def probed() -> Tensor:
 
 
 def parallel(module: nn.Module) -> nn.Module:
-    return parallelize_module(module, init_device_mesh("cpu", (dist.get_world_size(),)), {"0": ColwiseParallel()})
+    return parallelize_module(
+        module, init_device_mesh("cpu", (dist.get_world_size(),)), {"0": ColwiseParallel()}
+    )
 
 
 def refusals() -> list[tuple[str, str]]:
-    """What make_private says to ways of training that cannot be accounted for, and what it should."""
+    """What make_private says to ways of training that cannot be accounted for, and what it
+    should.
+    """
     dataset = TensorDataset(torch.randn(9, 4), torch.randint(2, (9,)))
     plain, half = {"poisson_sampling": False}, MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     cases: list[tuple[Any, dict[str, Any], str]] = [
@@ -178,21 +208,35 @@ def refusals() -> list[tuple[str, str]]:
         (Wrapper, {"rel_error": 0.1}, "num_probes="),
         (Wrapper, plain, "DistributedSampler(dataset"),
         (Wrapper, {**plain, "sampler": DistributedSampler(dataset)}, "drop_last=True"),
-        (lambda module: FullyShardedDataParallel(module, device_id=torch.device("cpu")), {}, "Use FSDP2"),
+        (
+            lambda module: FullyShardedDataParallel(module, device_id=torch.device("cpu")),
+            {},
+            "Use FSDP2",
+        ),
         (lambda module: fully_shard(module, mp_policy=half), {}, "torch.autocast"),
-        (lambda module: fully_shard(module, ignored_params={next(module.parameters())}), {}, "0.weight"),
+        (
+            lambda module: fully_shard(module, ignored_params={next(module.parameters())}),
+            {},
+            "0.weight",
+        ),
         (parallel, {}, "each rank draws its own"),
         (fully_shard, {"grad_sample_mode": "hooks"}, "grad_sample_mode='auto'"),
         (fully_shard, {"grad_sample_mode": "ghost_fsdp"}, "support sharded weights"),
         (fully_shard, {"rel_error": 0.1}, "num_probes="),
-        (lambda module: fully_shard(nn.Sequential(module, nn.BatchNorm1d(2))), {}, "batch normalisation"),
+        (
+            lambda module: fully_shard(nn.Sequential(module, nn.BatchNorm1d(2))),
+            {},
+            "batch normalisation",
+        ),
     ]
     errors = []
     for wrap, options, noun in cases:
         module = wrap(nn.Sequential(nn.Linear(4, 2)))
         loader = DataLoader(dataset, batch_size=4, sampler=options.pop("sampler", None))
         try:
-            FILPrivacyEngine().make_private(module, torch.optim.SGD(module.parameters(), lr=0.1), loader, **options)
+            FILPrivacyEngine().make_private(
+                module, torch.optim.SGD(module.parameters(), lr=0.1), loader, **options
+            )
         except Exception as error:
             errors.append((str(error), noun))
     with pytest.raises(ValueError, match="check it before"):
@@ -206,14 +250,21 @@ def test_what_cannot_be_accounted_for_is_refused(two_ranks: RankPool) -> None:
 
 
 def known_batches() -> tuple[Tensor, list[list[int]], list[Any], str]:
-    """Two passes without Poisson sampling, by a DistributedSampler that drops the rest; then both ranks draw alike."""
+    """Two passes without Poisson sampling, by a DistributedSampler that drops the rest.
+
+    Then both ranks draw alike.
+    """
     torch.manual_seed(0)
     dataset = TensorDataset(torch.randn(9, 4), torch.randint(2, (9,)))
     module, engine = nn.Linear(4, 2), FILPrivacyEngine()
     sampler: Any = DistributedSampler(dataset, drop_last=True)
     plain = DataLoader(dataset, batch_size=2, sampler=sampler)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    made = Made(engine, module, *engine.make_private(Wrapper(module), optimizer, plain, poisson_sampling=False))
+    made = Made(
+        engine,
+        module,
+        *engine.make_private(Wrapper(module), optimizer, plain, poisson_sampling=False),
+    )
     drawn, error = [], ""
     for epoch in range(3):
         sampler.set_epoch(epoch)
@@ -230,7 +281,9 @@ def known_batches() -> tuple[Tensor, list[list[int]], list[Any], str]:
 
 def test_passes_over_parts_of_the_data(two_ranks: RankPool) -> None:
     (participations, drawn, history, error), (_, others, same, too) = two_ranks.run(known_batches)
-    expected = torch.bincount(torch.tensor([i for draw in drawn + others for i in draw]), minlength=9)
+    expected = torch.bincount(
+        torch.tensor([i for draw in drawn + others for i in draw]), minlength=9
+    )
     assert torch.equal(participations, expected)
     assert int(expected.sum()) == 16
     assert history == same == [(1.0, 1.0, 2)]

@@ -1,4 +1,6 @@
-"""People with several rows, on several ranks: one rank draws a person with all rows, and all are as one process."""
+"""People with several rows, on several ranks: one rank draws a person with all rows, and all are as
+one process.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,23 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.rank_runs import CASES, DELTA, Made, as_one, assert_same, noting, take_step, trained
+from tests.distributed.rank_runs import (
+    CASES,
+    DELTA,
+    Made,
+    as_one,
+    assert_same,
+    noting,
+    take_step,
+    trained,
+)
 from tests.distributed.test_rank_streams import streamed
 from tests.engine.loops import SIGMA, C
 from torchfil import Accounting, FILPrivacyEngine
 
 PEOPLE = torch.arange(61).float().sqrt().long()  # eight people with one to 13 rows
-DRAWN = [[[0, 5], [1], [4, 6, 0], []], [[7, 2, 3], [5, 6], [2], [1]]]  # who is drawn by each of two ranks
+# who is drawn by each of two ranks
+DRAWN = [[[0, 5], [1], [4, 6, 0], []], [[7, 2, 3], [5, 6], [2], [1]]]
 RUN: dict[str, Any] = {"case": "digits", "batch_size": 20, "owner_of": PEOPLE, "passes": 1}
 RUNS: dict[str, dict[str, Any]] = {
     "loop": {"clip_weights": {3: 0.5, 7: 0.25}, "track": ("diagonal",), "passes": 2},
@@ -35,8 +47,12 @@ def test_two_ranks_are_one_process(two_ranks: RankPool, name: str) -> None:
     parts = two_ranks.run(trained, **run)
     for drawn in (rows for part in parts for rows in part.draws):
         keys = list(dict.fromkeys(PEOPLE[drawn].tolist()))
-        assert drawn == [row for key in keys for row in (key == PEOPLE).nonzero().flatten().tolist()]
-    people = run.get("replayed") or [[sorted({*PEOPLE[rows].tolist()}) for rows in part.draws] for part in parts]
+        assert drawn == [
+            row for key in keys for row in (key == PEOPLE).nonzero().flatten().tolist()
+        ]
+    people = run.get("replayed") or [
+        [sorted({*PEOPLE[rows].tolist()}) for rows in part.draws] for part in parts
+    ]
     options = {key: value for key, value in run.items() if key not in ("sharded", "physical")}
     alone = trained(**{**options, "replayed": as_one(people)})
     assert len(alone.sums["trace"]) == 8
@@ -45,7 +61,9 @@ def test_two_ranks_are_one_process(two_ranks: RankPool, name: str) -> None:
 
 
 def dealt(order: list[int] | None = None) -> tuple[list[list[int]], list[Any], list[Tensor], float]:
-    """Whom every step took, the names, trace and d of everybody, the weights, and ε, without Poisson sampling."""
+    """Whom every step took, the names, trace and d of everybody, the weights, and ε, without
+    Poisson sampling.
+    """
     module, dataset, _ = CASES["digits"]()
     people, several = PEOPLE, dist.is_initialized()
     if order is not None:  # one process, which takes people one after the other
@@ -55,10 +73,23 @@ def dealt(order: list[int] | None = None) -> tuple[list[list[int]], list[Any], l
     plain = DataLoader(dataset, batch_size=15 if several else 31, sampler=sampler)
     engine, optimizer = FILPrivacyEngine(), torch.optim.SGD(module.parameters(), lr=0.5)
     wrapped = DifferentiallyPrivateDistributedDataParallel(module) if several else module
-    how = {"noise_generator": torch.Generator().manual_seed(7), "accounting": Accounting(estimator="exact", seed=3)}
-    settings = {"noise_multiplier": SIGMA, "max_grad_norm": C, "poisson_sampling": False, "owner_of": people, **how}
+    how = {
+        "noise_generator": torch.Generator().manual_seed(7),
+        "accounting": Accounting(estimator="exact", seed=3),
+    }
+    settings = {
+        "noise_multiplier": SIGMA,
+        "max_grad_norm": C,
+        "poisson_sampling": False,
+        "owner_of": people,
+        **how,
+    }
     made = Made(
-        engine, module, *engine.make_private(wrapped, optimizer, plain, criterion=nn.CrossEntropyLoss(), **settings)
+        engine,
+        module,
+        *engine.make_private(
+            wrapped, optimizer, plain, criterion=nn.CrossEntropyLoss(), **settings
+        ),
     )
     draws: list[list[int]] = []
     if several:
@@ -71,7 +102,12 @@ def dealt(order: list[int] | None = None) -> tuple[list[list[int]], list[Any], l
         for name in ("fil", "participations")
     ]
     drawn = [list(dict.fromkeys(people[rows].tolist())) for rows in draws]
-    return drawn, names, [*found, *(p.detach() for p in module.parameters())], engine.get_epsilon(DELTA)
+    return (
+        drawn,
+        names,
+        [*found, *(p.detach() for p in module.parameters())],
+        engine.get_epsilon(DELTA),
+    )
 
 
 def test_people_dealt_out_by_a_distributed_sampler(two_ranks: RankPool) -> None:
@@ -90,11 +126,16 @@ def test_people_dealt_out_by_a_distributed_sampler(two_ranks: RankPool) -> None:
 
 def test_streams(two_ranks: RankPool, tmp_path: Path) -> None:
     """People with up to three rows; a person on two ranks in one step is refused."""
-    passes = [[[0, 1, 2, 3, 4, 6, 20], [9, 10, 11, 12, 13, 15, 16]], [[15, 17, 2, 7, 8, 6], [1, 3, 5, 18, 19, 21]]]
+    passes = [
+        [[0, 1, 2, 3, 4, 6, 20], [9, 10, 11, 12, 13, 15, 16]],
+        [[15, 17, 2, 7, 8, 6], [1, 3, 5, 18, 19, 21]],
+    ]
     passes[1][0][2], passes[1][1][0] = 16, 1
     _, names, alone = streamed(str(tmp_path), passes, 3)
     for errors, found, told in two_ranks.run(streamed, str(tmp_path), passes, 3):
         assert (errors, found) == ([], names)
         assert_same(told, alone, moved=True)
     for errors, *_ in two_ranks.run(streamed, str(tmp_path), [[[0, 1, 4], [5, 6, 7]]], 3):
-        assert errors[0].startswith("StepNotTakenError: example 1 is in this step's batches of ranks [0, 1]")
+        assert errors[0].startswith(
+            "StepNotTakenError: example 1 is in this step's batches of ranks [0, 1]"
+        )

@@ -22,18 +22,26 @@ PASSES = [  # who comes to which of two ranks: uneven, then dealt out anew, with
     [list(range(13)), list(range(13, 20))],
     [[15, 2, 19, 0, 7], [4, 20, 13, 1, 9, 10, 21, 22]],
 ]
-TWICE = [[0, 1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 4, 13, 14, 15, 0]]  # example 4 in the second of three steps
+# example 4 in the second of three steps
+TWICE = [[0, 1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 4, 13, 14, 15, 0]]
 
 
 class Stream(IterableDataset):
-    """The examples of these numbers, and whose they are, ``each`` of one person; None: a place that stays empty."""
+    """The examples of these numbers, and whose they are, ``each`` of one person.
+
+    None: a place that stays empty.
+    """
 
     def __init__(self, order: Sequence[int | None], each: int = 1) -> None:
         self.order, self.tensors, self.each = order, data(23).tensors, each
 
     def __iter__(self) -> Iterator[Any]:
         for row in self.order:
-            yield None if row is None else (self.tensors[0][row], self.tensors[1][row], row // self.each)
+            yield (
+                None
+                if row is None
+                else (self.tensors[0][row], self.tensors[1][row], row // self.each)
+            )
 
 
 def present(samples: list[Any]) -> Any:
@@ -49,20 +57,34 @@ def as_one(parts: Sequence[Sequence[int]]) -> list[int | None]:
     return order
 
 
-def streamed(folder: str, passes: Sequence[Any] = PASSES, each: int = 1) -> tuple[list[str], list[Any], Outcome]:
+def streamed(
+    folder: str, passes: Sequence[Any] = PASSES, each: int = 1
+) -> tuple[list[str], list[Any], Outcome]:
     """The errors of this rank's steps, the names, and all that the run says after these passes."""
     module, engine, several = network(), FILPrivacyEngine(), dist.is_initialized()
     wrapped = DifferentiallyPrivateDistributedDataParallel(module) if several else module
-    plain = DataLoader(Stream([], each), batch_size=SIZE if several else 2 * SIZE, collate_fn=present)
+    plain = DataLoader(
+        Stream([], each), batch_size=SIZE if several else 2 * SIZE, collate_fn=present
+    )
     settings = {
         "noise_multiplier": SIGMA,
         "max_grad_norm": C,
         "poisson_sampling": False,
         "id_of" if each == 1 else "owner_of": 2,
     }
-    settings |= {"noise_generator": torch.Generator().manual_seed(7), "criterion": nn.CrossEntropyLoss()}
-    optimizer, accounting = torch.optim.SGD(module.parameters(), lr=0.3), Accounting(estimator="exact", seed=3)
-    made = Made(engine, module, *engine.make_private(wrapped, optimizer, plain, accounting=accounting, **settings))
+    settings |= {
+        "noise_generator": torch.Generator().manual_seed(7),
+        "criterion": nn.CrossEntropyLoss(),
+    }
+    optimizer, accounting = (
+        torch.optim.SGD(module.parameters(), lr=0.3),
+        Accounting(estimator="exact", seed=3),
+    )
+    made = Made(
+        engine,
+        module,
+        *engine.make_private(wrapped, optimizer, plain, accounting=accounting, **settings),
+    )
     errors = []
     for parts in passes:
         made.loader.dataset.order = parts[dist.get_rank()] if several else as_one(parts)
@@ -92,9 +114,14 @@ def test_two_streams_are_one(two_ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_what_is_refused(two_ranks: RankPool, tmp_path: Path) -> None:
-    """An example on two ranks in one step, whose other steps are taken; a rank without any of the stream."""
+    """An example on two ranks in one step, whose other steps are taken.
+
+    A rank without any of the stream.
+    """
     for errors, names, told in two_ranks.run(streamed, str(tmp_path), [TWICE]):
-        assert errors[0].startswith("StepNotTakenError: example 4 is in this step's batches of ranks [0, 1]")
+        assert errors[0].startswith(
+            "StepNotTakenError: example 4 is in this step's batches of ranks [0, 1]"
+        )
         assert names == [0, 1, 2, 9, 10, 11, 3, 4, 5, 12, 13, 6, 7, 8, 14, 15]
         assert told.sums["participations"].tolist() == [2, *[1] * 5, *[0] * 5, *[1] * 5]
     for errors, *_ in two_ranks.run(streamed, str(tmp_path), [[[0, 1, 2], []]]):

@@ -1,4 +1,6 @@
-"""A run of several ranks with a page, a file and a log: all ranks read together, rank 0 shows and writes."""
+"""A run of several ranks with a page, a file and a log: all ranks read together, rank 0 shows and
+writes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def watched(folder: str | None) -> tuple[list[Tensor], Any, Any]:
     with ExitStack() as stack:
         if folder is not None:
             path = Path(folder) / f"rank{dist.get_rank()}.parquet"
-            watch = stack.enter_context(made.engine.watch(delta=DELTA, every=7, path=path, share=0.99))
+            watch = stack.enter_context(
+                made.engine.watch(delta=DELTA, every=7, path=path, share=0.99)
+            )
             stack.enter_context(LeakageLogger(lambda *_: None, delta=DELTA).attach(made.engine))
         for _ in range(2):
             for x, y in made.loader:

@@ -1,4 +1,5 @@
-"""Several processes against one with the same draws, and brute force: weights, ledger, ε, D (float64).
+"""Several processes against one with the same draws, and brute force: weights, ledger, ε, D
+(float64).
 
 Data parallel, and with models whose weights are sharded over the ranks (FSDP2).
 """
@@ -79,7 +80,9 @@ def test_four_ranks_are_one_process(four_ranks: RankPool, tmp_path: Path, name: 
 
 
 def scattered() -> list[list[list[int]]]:
-    """Draws of two ranks whose examples fall to either at each step, most to rank 0, and to the other none at first."""
+    """Draws of two ranks whose examples fall to either at each step, most to rank 0, and to the
+    other none at first.
+    """
     generator = torch.Generator().manual_seed(11)
     parts: list[list[list[int]]] = [[], []]
     for step in range(14):
@@ -99,31 +102,53 @@ def scattered() -> list[list[list[int]]]:
     ],
     ids=["pieces", "unlike pieces of a sharded model", "dealt out anew"],
 )
-def test_examples_may_go_from_rank_to_rank(two_ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_examples_may_go_from_rank_to_rank(
+    two_ranks: RankPool, tmp_path: Path, options: dict[str, Any]
+) -> None:
     parts = compare(two_ranks, tmp_path, moved=True, **{"case": "digits", "passes": 2, **options})
     if "reshuffled" in options:
-        first, second = ({i for draw in parts[k].draws[7 * k : 7 * k + 7] for i in draw} for k in (0, 1))
+        first, second = (
+            {i for draw in parts[k].draws[7 * k : 7 * k + 7] for i in draw} for k in (0, 1)
+        )
         assert first & second
 
 
-def test_ledger_of_two_ranks_is_the_truth_and_their_draws_are_independent(two_ranks: RankPool) -> None:
+def test_ledger_of_two_ranks_is_the_truth_and_their_draws_are_independent(
+    two_ranks: RankPool,
+) -> None:
     module, dataset, _ = CASES["digits"]()
     run = {**DIGITS, "track": ("diagonal", "fim"), "questions": {}}
     parts = two_ranks.run(trained, **run)
     passes = []
     for place, drawn in enumerate(as_one([part.draws for part in parts])):
         weights = parts[0].before[place]
-        assert all(torch.equal(weights[name], value) for name, value in parts[1].before[place].items())
-        passes.append([Pass(random_state(), weights, *(part[drawn].to(DEVICE) for part in dataset.tensors), drawn)])
-    ledger = SimpleNamespace(num_examples=len(dataset), num_coordinates=dataset.tensors[0][0].numel())
+        assert all(
+            torch.equal(weights[name], value) for name, value in parts[1].before[place].items()
+        )
+        passes.append(
+            [
+                Pass(
+                    random_state(),
+                    weights,
+                    *(part[drawn].to(DEVICE) for part in dataset.tensors),
+                    drawn,
+                )
+            ]
+        )
+    ledger = SimpleNamespace(
+        num_examples=len(dataset), num_coordinates=dataset.tensors[0][0].numel()
+    )
     about: Any = SimpleNamespace(ledger=ledger, sample_rate=1 / 7)
     options = {"noise_multiplier": SIGMA, "max_grad_norm": C, "amplification": None}
     released = [torch.zeros_like(weights_of(module.to(DEVICE)))] * len(passes)
-    truth = Truth(Run(about, module, module, None, None, about, options, passes=passes, released=released))
+    truth = Truth(
+        Run(about, module, module, None, None, about, options, passes=passes, released=released)
+    )
     assert torch.equal(parts[1].sums["participations"].double(), truth.participations)
     torch.testing.assert_close(parts[1].sums["fim"], truth.fim, rtol=1e-6, atol=1e-9)
 
-    order = torch.randperm(61, generator=torch.Generator().manual_seed(0)).tolist()  # as Opacus deals examples out
+    # as Opacus deals examples out
+    order = torch.randperm(61, generator=torch.Generator().manual_seed(0)).tolist()
     places = [[sorted(order.index(i) // 2 for i in draw) for draw in part.draws] for part in parts]
     assert places[0] != places[1]
     again = two_ranks.run(trained, **run)
@@ -131,7 +156,9 @@ def test_ledger_of_two_ranks_is_the_truth_and_their_draws_are_independent(two_ra
 
 
 def nobodys_steps(noise_multiplier: float, max_grad_norm: float) -> list[Tensor]:
-    """The gradients that two steps release of empty batches, in ranks that are seeded alike: noise alone."""
+    """The gradients that two steps release of empty batches, in ranks that are seeded alike: noise
+    alone.
+    """
     torch.manual_seed(1)
     module = shard(nn.Sequential(nn.Linear(64, 64, bias=False)))
     dataset = torch.utils.data.TensorDataset(torch.randn(40, 64), torch.randn(40, 64))
@@ -146,13 +173,18 @@ def nobodys_steps(noise_multiplier: float, max_grad_norm: float) -> list[Tensor]
 
 
 def test_noise_is_drawn_once_for_every_weight(two_ranks: RankPool) -> None:
-    """Of the right size, the same on all ranks, and unlike between the shards of ranks that are seeded alike."""
+    """Of the right size, the same on all ranks, and unlike between the shards of ranks that are
+    seeded alike.
+    """
     here, there = two_ranks.run(nobodys_steps, 0.7, 3.0)
     for ours, theirs in zip(here, there, strict=True):
         assert torch.equal(ours, theirs)
         assert abs(float(ours.std()) / 2.1 - 1) < 4 / (2 * ours.numel()) ** 0.5
         first, second = ours[:32].flatten(), ours[32:].flatten()  # the shards
-        assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 4 / first.numel() ** 0.5
+        assert (
+            abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1]))
+            < 4 / first.numel() ** 0.5
+        )
     assert not torch.equal(here[0], here[1])
 
 

@@ -1,4 +1,6 @@
-"""Small networks in the style of the day and out of the ordinary, with dropout of every spelling."""
+"""Small networks in the style of the day and out of the ordinary, with dropout of every
+spelling.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def _convnext_block(self: Any, x: Tensor) -> Tensor:
 
 
 class ConvNeXt(nn.Sequential):
-    """Depthwise convolution, LayerNorm over channels last, two pointwise layers, layer scale, residual."""
+    """Depthwise convolution, LayerNorm over channels last, two pointwise layers, layer scale,
+    residual.
+    """
 
     def __init__(self, kernel: int = 3, dropout: float = 0.0, width: int = 3) -> None:
         block = Calling(
@@ -48,10 +52,13 @@ class ConvNeXt(nn.Sequential):
 def _attention(self: Any, x: Tensor) -> Tensor:
     """Written by hand, or by torch's function."""
     q, k, v = (
-        layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.queries, self.keys, self.values)
+        layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        for layer in (self.queries, self.keys, self.values)
     )
     if self.fused:
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.p if self.training else 0.0)
+        mixed = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout.p if self.training else 0.0
+        )
     else:
         mixed = self.dropout((q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1)) @ v
     return self.out(mixed.transpose(1, 2).flatten(2))
@@ -59,13 +66,17 @@ def _attention(self: Any, x: Tensor) -> Tensor:
 
 def attention(kind: str, width: int, heads: int, dropout: float) -> nn.Module:
     layers = {name: nn.Linear(width, width) for name in ("queries", "keys", "values", "out")}
-    return Calling(_attention, heads=heads, fused=kind == "fused", dropout=nn.Dropout(dropout), **layers)
+    return Calling(
+        _attention, heads=heads, fused=kind == "fused", dropout=nn.Dropout(dropout), **layers
+    )
 
 
 class Encoder(nn.Module):
     """Tokens, a bare table of positions, one block (or torch's own layer), a head on the mean."""
 
-    def __init__(self, kind: str = "by hand", dropout: float = 0.0, *, norm_first: bool = True) -> None:
+    def __init__(
+        self, kind: str = "by hand", dropout: float = 0.0, *, norm_first: bool = True
+    ) -> None:
         super().__init__()
         self.embedding, self.positions = nn.Embedding(9, 4), nn.Parameter(torch.randn(4, 4))
         self.dropout, self.norm_first = nn.Dropout(dropout), norm_first
@@ -122,11 +133,16 @@ def behind(dropout: float = 0.3) -> nn.Module:
         scores = torch.tensordot(x.flatten(1), self.layer.weight, dims=([1], [1])) + self.layer.bias
         return self.head(self.dropout(scores.tanh()))
 
-    return Calling(forward, layer=nn.Linear(16, 5), head=nn.Linear(5, 3), dropout=nn.Dropout(dropout))
+    return Calling(
+        forward, layer=nn.Linear(16, 5), head=nn.Linear(5, 3), dropout=nn.Dropout(dropout)
+    )
 
 
 class MaskedOtherwise(nn.Module):
-    """Masks that do not run over the examples first; a shared mask of 4 in batches of 4 looks like one of examples."""
+    """Masks that do not run over the examples first.
+
+    A shared mask of 4 in batches of 4 looks like one of examples.
+    """
 
     def __init__(self, layout: str) -> None:
         super().__init__()
@@ -148,15 +164,20 @@ class MaskedOtherwise(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Two blocks of layers with dropout, each under an activation checkpoint; ``around`` may be changed afterwards."""
+    """Two blocks of layers with dropout, each under an activation checkpoint; ``around`` may be
+    changed afterwards.
+    """
 
     def __init__(self, kind: str, dropout: float = 0.3) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(16, 8), nn.Linear(8, 3)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout)) for _ in range(2)
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.Dropout(dropout))
+            for _ in range(2)
         )
-        self.around: Any = None if kind == "none" else partial(checkpoint, use_reentrant=kind == "reentrant")
+        self.around: Any = (
+            None if kind == "none" else partial(checkpoint, use_reentrant=kind == "reentrant")
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x.flatten(1))
@@ -166,13 +187,17 @@ class Checkpointed(nn.Module):
 
 
 class Shared(nn.Module):
-    """A layer without a rule, one of whose arguments all examples share; it has as many rows as a batch of 4."""
+    """A layer without a rule, one of whose arguments all examples share.
+
+    It has as many rows as a batch of 4.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         product = "bi,ij,kj->bj"
         self.layer = Calling(
-            lambda m, x, rows: torch.einsum(product, x, m.mix, rows), mix=nn.Parameter(torch.rand(5, 3))
+            lambda m, x, rows: torch.einsum(product, x, m.mix, rows),
+            mix=nn.Parameter(torch.rand(5, 3)),
         )
         self.head = nn.Linear(3, 3)
         self.register_buffer("rows", torch.rand(4, 3))
@@ -183,7 +208,10 @@ class Shared(nn.Module):
 
 def beside(base: nn.Linear) -> nn.Module:
     """A trained product of two small layers beside a frozen one."""
-    down, up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+    down, up = (
+        nn.Linear(base.in_features, 2, bias=False),
+        nn.Linear(2, base.out_features, bias=False),
+    )
     parts = {"base": base.requires_grad_(False), "down": down, "up": up}
     return Calling(lambda self, x: self.base(x) + self.up(self.down(x)), **parts)
 

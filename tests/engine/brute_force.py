@@ -1,7 +1,8 @@
 """Training loops with all that each step saw, and the slow truth of it, dropout's masks included.
 
-The truth never looks at masks: it runs the whole batch from the random state that the loop's own forward pass began
-with, so that torch draws the same numbers once more, and differentiates one example's clipped gradient after the other.
+The truth never looks at masks: it runs the whole batch from the random state that the loop's own
+forward pass began with, so that torch draws the same numbers once more, and differentiates one
+example's clipped gradient after the other.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from torchfil.fisher.mechanism import step_divergence
 
 SIGMA, C = 1e-9, 0.5
 random_state = torch.cuda.get_rng_state if DEVICE == "cuda" else torch.get_rng_state
-set_random_state: Callable[[Tensor], None] = torch.cuda.set_rng_state if DEVICE == "cuda" else torch.set_rng_state
+set_random_state: Callable[[Tensor], None] = (
+    torch.cuda.set_rng_state if DEVICE == "cuda" else torch.set_rng_state
+)
 random_state_kept = torch.random.fork_rng
 
 
@@ -58,12 +61,16 @@ class Run:
     true_loss: Callable[..., Tensor] = F.cross_entropy  # of one example
     noises: torch.Generator = field(default_factory=lambda: torch.Generator(DEVICE).manual_seed(5))
     passes: list[list[Pass]] = field(default_factory=list)  # of every logical step
-    released: list[Tensor] = field(default_factory=list)  # Σ_i g̃_i of every step, [p]: the noise is taken off again
+    # Σ_i g̃_i of every step, [p]: the noise is taken off again
+    released: list[Tensor] = field(default_factory=list)
 
     @property
     def noise_std(self) -> float:
         limits = self.options["max_grad_norm"]
-        return float(self.options["noise_multiplier"] * (math.hypot(*limits) if isinstance(limits, list) else limits))
+        return float(
+            self.options["noise_multiplier"]
+            * (math.hypot(*limits) if isinstance(limits, list) else limits)
+        )
 
 
 def make(
@@ -79,12 +86,25 @@ def make(
     """A run that is ready to train; the noise and the batches have generators of their own."""
     module.to(DEVICE)
     engine = FILPrivacyEngine()
-    given: dict[str, Any] = {"noise_multiplier": SIGMA, "max_grad_norm": C, "seed": 3, "estimator": "exact"}
-    given |= {"amplification": "none", "noise_generator": torch.Generator(DEVICE).manual_seed(5), **options}
-    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=learning_rate)
+    given: dict[str, Any] = {
+        "noise_multiplier": SIGMA,
+        "max_grad_norm": C,
+        "seed": 3,
+        "estimator": "exact",
+    }
+    given |= {
+        "amplification": "none",
+        "noise_generator": torch.Generator(DEVICE).manual_seed(5),
+        **options,
+    }
+    optimizer = torch.optim.SGD(
+        [p for p in module.parameters() if p.requires_grad], lr=learning_rate
+    )
     plain = copy.deepcopy(module)
     torch.manual_seed(seed)
-    private = engine.make_private(module, optimizer, loader(dataset, batch_size, **loading or {}), **grouped(**given))
+    private = engine.make_private(
+        module, optimizer, loader(dataset, batch_size, **loading or {}), **grouped(**given)
+    )
     run = Run(engine, module, plain, *private[:2], private[-1], given)
     if len(private) == 4:
         run.loss_fn = private[2]
@@ -106,8 +126,19 @@ def call(model: Any, x: Any) -> Any:
     return model(**x) if isinstance(x, dict) else model(x)
 
 
-def take(run: Run, batch: Any, way: str = "auto", *, divisor: int = 1, first: bool = True, last: bool = True) -> Pass:
-    """A forward and a backward pass and ``optimizer.step()``, or ``train_step``; what it began with."""
+def take(
+    run: Run,
+    batch: Any,
+    way: str = "auto",
+    *,
+    divisor: int = 1,
+    first: bool = True,
+    last: bool = True,
+) -> Pass:
+    """A forward and a backward pass and ``optimizer.step()``, or ``train_step``.
+
+    What it began with.
+    """
     begun = begin(run, batch)
     if way in ("train_step", "inputs alone"):
         run.engine.train_step(begun.x, *[begun.y] if way == "train_step" else ())
@@ -123,15 +154,29 @@ def take(run: Run, batch: Any, way: str = "auto", *, divisor: int = 1, first: bo
 
 
 def train(
-    run: Run, *, steps: int = 3, way: str = "auto", physical: int | None = None, every: int = 1, divided: bool = False
+    run: Run,
+    *,
+    steps: int = 3,
+    way: str = "auto",
+    physical: int | None = None,
+    every: int = 1,
+    divided: bool = False,
 ) -> Run:
-    """So many logical steps; every: after so many backward passes, of a loss that is divided by their number or not."""
+    """So many logical steps.
+
+    Every: after so many backward passes, of a loss that is divided by their number or not.
+    """
     while len(run.passes) < steps:
         with physical_batches(run.private, run.optimizer, physical) as batches:
             pending: list[Pass] = []
             for batch in batches:
-                first, last = not pending or physical is not None, len(pending) + 1 == every or physical is not None
-                pending.append(take(run, batch, way, divisor=every if divided else 1, first=first, last=last))
+                first, last = (
+                    not pending or physical is not None,
+                    len(pending) + 1 == every or physical is not None,
+                )
+                pending.append(
+                    take(run, batch, way, divisor=every if divided else 1, first=first, last=last)
+                )
                 if not last or run.optimizer.inside_logical_batch:
                     continue
                 run.passes.append(pending)
@@ -145,7 +190,9 @@ def train(
 def _released(run: Run, every: int) -> Tensor:
     """The sum that the last step's p.grad was made of, [p], without the noise that it drew."""
     names = {id(value): name for name, value in run.module.named_parameters()}
-    scale = run.optimizer.expected_batch_size * every if run.optimizer.loss_reduction == "mean" else 1
+    scale = (
+        run.optimizer.expected_batch_size * every if run.optimizer.loss_reduction == "mean" else 1
+    )
     sums = {}
     for p in run.optimizer.params:
         noise = torch.empty_like(p, memory_format=torch.contiguous_format)
@@ -156,8 +203,15 @@ def _released(run: Run, every: int) -> Tensor:
 
 @contextmanager
 def plain_kernels() -> Iterator[None]:
-    """Inside, neither cuDNN nor fused attention computes: they have no second derivative. Random numbers stay."""
-    with random_state_kept(), sdpa_kernel(SDPBackend.MATH), torch.backends.cudnn.flags(enabled=False):
+    """Inside, neither cuDNN nor fused attention computes: they have no second derivative.
+
+    Random numbers stay.
+    """
+    with (
+        random_state_kept(),
+        sdpa_kernel(SDPBackend.MATH),
+        torch.backends.cudnn.flags(enabled=False),
+    ):
         yield
 
 
@@ -168,10 +222,14 @@ def clipped_gradient_of_one(
     loss_fn: Callable[..., Tensor] = F.cross_entropy,
     **options: Any,
 ) -> tuple[Callable[[Tensor, int], Tensor], Tensor]:
-    """g̃, [p], as a function of z and of the example's place in its batch, and the z of all, [batch, …]."""
+    """g̃, [p], as a function of z and of the example's place in its batch, and the z of all,
+    [batch, …].
+    """
     at = copy.deepcopy(module)
     at.load_state_dict(begun.weights, strict=False)
-    parameters = {name: value.detach() for name, value in at.named_parameters() if value.requires_grad}
+    parameters = {
+        name: value.detach() for name, value in at.named_parameters() if value.requires_grad
+    }
     clip, limits = get_clip(options.get("clip", DEFAULT_CLIP)), options.get("max_grad_norm", C)
     weights, seen, offset = options.get("clip_weights"), list[Tensor](), list[Tensor]()
     if submodule is not None:
@@ -182,13 +240,15 @@ def clipped_gradient_of_one(
         set_random_state(begun.state)
         call(at, begun.x)
     private = begun.x if submodule is None else torch.zeros_like(seen[0])
-    # The same numbers, not the same state: inside transforms a layer's output may lie otherwise in memory. (A GPU draws
-    # with and without gradients by different operations, and there the state decides.)
+    # The same numbers, not the same state: inside transforms a layer's output may lie otherwise in
+    # memory. (A GPU draws with and without gradients by different operations, and there the state
+    # decides.)
     masks = masks if DEVICE == "cpu" else []
 
     def clipped(g: Tensor, limit: float) -> Tensor:
         square = g.square().sum()
-        norm = torch.where(square == 0, 0.0, square.where(square > 0, 1.0).sqrt())  # its derivative is 0 at 0
+        # its derivative is 0 at 0
+        norm = torch.where(square == 0, 0.0, square.where(square > 0, 1.0).sqrt())
         return g.flatten() / clip.c(norm / clip.threshold(limit))
 
     def clipped_gradient(z: Tensor, i: int) -> Tensor:
@@ -218,14 +278,19 @@ def clipped_gradients(module: nn.Module, begun: Pass, *settings: Any, **options:
         return torch.stack([of_one(row, i) for i, row in enumerate(private)]).detach()
 
 
-def clipped_and_jacobian(module: nn.Module, begun: Pass, *settings: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """g̃, [batch, p], and ∂g̃/∂z, [batch, p, d], of a pass: one example at a time, within its whole batch.
+def clipped_and_jacobian(
+    module: nn.Module, begun: Pass, *settings: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """g̃, [batch, p], and ∂g̃/∂z, [batch, p, d], of a pass: one example at a time, within its whole
+    batch.
 
     Args:
         module: The model without hooks, in the mode that it was trained in.
         begun: What the pass began with.
-        settings: The submodule whose output is private (None: the input), and the loss of one example.
-        options: clip, max_grad_norm (a list: for every parameter) and clip_weights, as given to make_private.
+        settings: The submodule whose output is private (None: the input), and the loss of one
+            example.
+        options: clip, max_grad_norm (a list: for every parameter) and clip_weights, as given to
+            make_private.
     """
     of_one, private = clipped_gradient_of_one(module, begun, *settings, **options)
 
@@ -258,12 +323,16 @@ class Truth:
             torch.zeros(n, *shape, dtype=torch.float64) for shape in ((d, d), (d,), (), ())
         )
         questions = given.get("questions", {})
-        self.divergences = {name: torch.zeros(n, len(ask.answers)).double() for name, ask in questions.items()}
+        self.divergences = {
+            name: torch.zeros(n, len(ask.answers)).double() for name, ask in questions.items()
+        }
         self.sums, self.ratios = [], list[Tensor]()
         submodule = given["private"].submodule if given.get("private") is not None else None
         poisson = given["amplification"] != "none" and given.get("poisson_sampling", True)
         q = run.private.sample_rate if poisson else None
-        clipping = {name: given[name] for name in ("clip", "max_grad_norm", "clip_weights") if name in given}
+        clipping = {
+            name: given[name] for name in ("clip", "max_grad_norm", "clip_weights") if name in given
+        }
         weights = given.get("clip_weights")
         ratio = torch.ones(n).double() if weights is None else weights.clone()
 
@@ -272,8 +341,14 @@ class Truth:
             for begun in passes:
                 if not begun.ids:
                     continue
-                g, jacobian = clipped_and_jacobian(run.plain, begun, submodule, run.true_loss, **clipping)
-                fim = jacobian.mT @ jacobian / s**2 if q is None else reference.poisson_fim(jacobian, g, s, q)
+                g, jacobian = clipped_and_jacobian(
+                    run.plain, begun, submodule, run.true_loss, **clipping
+                )
+                fim = (
+                    jacobian.mT @ jacobian / s**2
+                    if q is None
+                    else reference.poisson_fim(jacobian, g, s, q)
+                )
                 self.fim[begun.ids] += fim.cpu()
                 self.plis[begun.ids] += 2 * torch.einsum("bpd,bp->bd", jacobian, g).cpu() / s**2
                 self.squared_norm[begun.ids] += g.square().sum(dim=1).cpu()
@@ -285,9 +360,13 @@ class Truth:
                         v = torch.zeros_like(g)
                         if other is not None:
                             at = replace(begun, x=other.inputs, y=other.targets)
-                            v = clipped_gradients(run.plain, at, submodule, run.true_loss, **clipping)
+                            v = clipped_gradients(
+                                run.plain, at, submodule, run.true_loss, **clipping
+                            )
                         products = [(a * b).sum(dim=1) / s**2 for a, b in ((g, g), (v, v), (g, v))]
-                        self.divergences[name][begun.ids, k] += (step_divergence(*products, q) / (q or 1)).cpu()
+                        self.divergences[name][begun.ids, k] += (
+                            step_divergence(*products, q) / (q or 1)
+                        ).cpu()
             self.sums.append(total)
             self.ratios.append(ratio.clone())
         self.diagonal = self.fim.diagonal(dim1=1, dim2=2)
@@ -314,7 +393,10 @@ def assert_true(run: Run, tolerance: float = 1e-6) -> Truth:
         "squared_norm": (ledger.sums["squared_norm"], truth.squared_norm),
         "trace": (engine.totals.get_trace().value, truth.trace),
         "FIL": (engine.get_fil().value, (truth.trace / truth.fim.shape[1]).sqrt()),
-        "bound": (engine.get_mse_bound().value.cpu()[leaks], truth.fim.shape[1] / truth.trace[leaks]),
+        "bound": (
+            engine.get_mse_bound().value.cpu()[leaks],
+            truth.fim.shape[1] / truth.trace[leaks],
+        ),
     }
     assert torch.isinf(engine.get_mse_bound().value.cpu()[~leaks]).all()
     if "fim" in ledger.sums:
@@ -326,7 +408,10 @@ def assert_true(run: Run, tolerance: float = 1e-6) -> Truth:
     if "plis" in ledger.sums:
         expected["plis"] = engine.get_plis(), truth.plis
     for name, divergences in truth.divergences.items():
-        expected[name] = engine.get_guess(name).divergence.value.reshape(divergences.shape), divergences
+        expected[name] = (
+            engine.get_guess(name).divergence.value.reshape(divergences.shape),
+            divergences,
+        )
     for name, (value, true) in expected.items():
         assert relative_error(value, true) < tolerance, name
     return truth

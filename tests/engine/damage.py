@@ -12,7 +12,11 @@ def flipped(content: bytes, count: int) -> Iterator[bytes]:
     for k in range(count):
         start, end = (part * len(content) // count for part in (k, k + 1))
         place = chance.randrange(start, max(start + 1, end))
-        yield content[:place] + bytes([content[place] ^ (1 << chance.randrange(8))]) + content[place + 1 :]
+        yield (
+            content[:place]
+            + bytes([content[place] ^ (1 << chance.randrange(8))])
+            + content[place + 1 :]
+        )
 
 
 def cut_short(content: bytes, count: int) -> Iterator[bytes]:

@@ -17,18 +17,23 @@ from torchfil.fisher.recording.record import _run
 
 @contextlib.contextmanager
 def room_for(most: int, skipped: int = 0) -> Iterator[SimpleNamespace]:
-    """Inside, recorded passes and mapped ones over more examples run out of memory, half-way through.
+    """Inside, recorded passes and mapped ones over more examples run out of memory, half-way
+    through.
 
-    ``skipped`` passes succeed before. Gives the sizes of those that were ``served`` and ``refused``.
+    ``skipped`` passes succeed before. Gives the sizes of those that were ``served`` and
+    ``refused``.
     """
     device, passes = SimpleNamespace(served=[], refused=[]), itertools.count()
 
     def asking(plain: Callable[..., Any]) -> Callable[..., Any]:
         def ask(gradients: ExampleGradients, *args: Any, **options: Any) -> Any:
-            done = plain(gradients, *args, **options)  # random numbers are drawn and memory is taken
+            # random numbers are drawn and memory is taken
+            done = plain(gradients, *args, **options)
             if next(passes) >= skipped and len(gradients) > most:
                 device.refused.append(len(gradients))
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has …")
+                raise torch.OutOfMemoryError(
+                    "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has …"
+                )
             device.served.append(len(gradients))
             return done
 

@@ -55,7 +55,9 @@ class Trained:
     loader: Any
 
 
-def make(dataset: Any = None, module: nn.Module | None = None, batch_size: int = 8, **options: Any) -> Any:
+def make(
+    dataset: Any = None, module: nn.Module | None = None, batch_size: int = 8, **options: Any
+) -> Any:
     """Engine, module, private model, optimizer and loader."""
     module, engine = module if module is not None else network(), FILPrivacyEngine()
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3)
@@ -73,7 +75,9 @@ def physical_batches(private: Any, optimizer: Any, size: int | None) -> Any:
     """The loader's batches, or parts of at most that size."""
     if size is None:
         return nullcontext(private)
-    return BatchMemoryManager(data_loader=private, max_physical_batch_size=size, optimizer=optimizer)
+    return BatchMemoryManager(
+        data_loader=private, max_physical_batch_size=size, optimizer=optimizer
+    )
 
 
 def train(
@@ -101,9 +105,14 @@ def train(
 
 
 def assert_same_run(
-    one: tuple[FILPrivacyEngine, nn.Module], other: tuple[FILPrivacyEngine, nn.Module], tolerance: float
+    one: tuple[FILPrivacyEngine, nn.Module],
+    other: tuple[FILPrivacyEngine, nn.Module],
+    tolerance: float,
 ) -> None:
-    """Weights, ledger, ε and individual ε are the same within the tolerance; what counts is equal."""
+    """Weights, ledger, ε and individual ε are the same within the tolerance.
+
+    What counts is equal.
+    """
     for ours, theirs in zip(one[1].parameters(), other[1].parameters(), strict=True):
         assert relative_error(ours.detach(), theirs.detach()) < tolerance
     ledgers = [engine.ledger for engine, _ in (one, other)]

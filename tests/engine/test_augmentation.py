@@ -1,7 +1,9 @@
-"""Data sets that give another view of an example each time: refused where coordinates are summed, else left alone.
+"""Data sets that give another view of an example each time: refused where coordinates are summed,
+else left alone.
 
-Inputs that are made from several examples are refused; augmentations of single ones are not. ``views``: the mean
-gradient over an example's views, clipped once, accounted for exactly. Batches of every kind remember their examples.
+Inputs that are made from several examples are refused; augmentations of single ones are not.
+``views``: the mean gradient over an example's views, clipped once, accounted for exactly. Batches
+of every kind remember their examples.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def flipped(x: Tensor, y: Tensor) -> Any:
 
 def with_noise() -> nn.Module:
     """A model that is given noise, or a flag, beside the example."""
-    return Calling(lambda self, x, beside: self.network(x + beside.to(x.dtype)[:, None]), network=network())
+    return Calling(
+        lambda self, x, beside: self.network(x + beside.to(x.dtype)[:, None]), network=network()
+    )
 
 
 def embedding() -> nn.Module:
@@ -68,23 +72,41 @@ WITH_FLOAT = Views(lambda x, y: (x, torch.rand((), dtype=torch.float64), y))
 REFUSED: list[tuple[Any, Any, dict[str, Any]]] = [
     *((Views(flipped), network, {"track": (track,)}) for track in ("diagonal", "fim", "plis")),
     (Views(lambda x, y: (x + float(torch.rand(())), y)), network, DIAGONAL),
-    (WITH_FLOAT, with_noise, DIAGONAL),  # a floating-point input counts as private until it is said what is
-    (Views(lambda x, y: (x, torch.rand(3))), network, {**DIAGONAL, "private": Private(target=True)}),
-    (Views(lambda _, y: (torch.randint(9, (5,)), y)), embedding, {**DIAGONAL, "private": Private(submodule="0")}),
+    # a floating-point input counts as private until it is said what is
+    (WITH_FLOAT, with_noise, DIAGONAL),
+    (
+        Views(lambda x, y: (x, torch.rand(3))),
+        network,
+        {**DIAGONAL, "private": Private(target=True)},
+    ),
+    (
+        Views(lambda _, y: (torch.randint(9, (5,)), y)),
+        embedding,
+        {**DIAGONAL, "private": Private(submodule="0")},
+    ),
     (data(24), network, {**DIAGONAL, "loading": {"collate_fn": jittered}}),
 ]
 TAKEN: list[tuple[Any, Any, dict[str, Any]]] = [
-    (Subset(Views(lambda x, y: (2 * x - 1, y)), [5, 2, 7, 1]), network, {"track": ("diagonal", "plis")}),
-    (Views(lambda x, y: (x.where(x > 0, torch.nan), y)), network, DIAGONAL),  # NaN is equal to itself
-    (Views(lambda x, _: (x, torch.randint(3, ()))), network, DIAGONAL),  # targets have no coordinates,
-    (Views(lambda x, y: (x, torch.randint(2, ()), y)), with_noise, DIAGONAL),  # nor integers beside floats
+    (
+        Subset(Views(lambda x, y: (2 * x - 1, y)), [5, 2, 7, 1]),
+        network,
+        {"track": ("diagonal", "plis")},
+    ),
+    # NaN is equal to itself
+    (Views(lambda x, y: (x.where(x > 0, torch.nan), y)), network, DIAGONAL),
+    # targets have no coordinates,
+    (Views(lambda x, _: (x, torch.randint(3, ()))), network, DIAGONAL),
+    # nor integers beside floats
+    (Views(lambda x, y: (x, torch.randint(2, ()), y)), with_noise, DIAGONAL),
     (WITH_FLOAT, with_noise, {**DIAGONAL, "private": Private(inputs=0)}),
     (data(24), network, {"loading": {"collate_fn": jittered}}),  # the trace is kept
 ]
 
 
 @pytest.mark.parametrize(("dataset", "build", "options"), REFUSED)
-def test_random_views_are_refused_where_coordinates_are_summed(dataset: Any, build: Any, options: Any) -> None:
+def test_random_views_are_refused_where_coordinates_are_summed(
+    dataset: Any, build: Any, options: Any
+) -> None:
     """The random stream is left as it was."""
     module = build()
     before = torch.get_rng_state()
@@ -108,7 +130,12 @@ def flips(self: Any, x: Tensor) -> Tensor:
 def test_a_flip_inside_the_model_keeps_the_examples_own_coordinates(mode: str) -> None:
     """Brute force draws the same flips, and differentiates by what came before them."""
     module = Calling(flips, network=network())
-    options = {"grad_sample_mode": mode, "criterion": LOSS, "noise_multiplier": 0.9, "poisson_sampling": False}
+    options = {
+        "grad_sample_mode": mode,
+        "criterion": LOSS,
+        "noise_multiplier": 0.9,
+        "poisson_sampling": False,
+    }
     assert_true(train(make(module, data(8), batch_size=8, **options, **DIAGONAL), steps=1))
 
 
@@ -122,7 +149,12 @@ def blend(x: Tensor) -> Tensor:
 
 MIXED = [
     ("mixup", blend),
-    ("mixup", lambda x: torch.linspace(0, 1, len(x))[:, None, None].to(x) * (x - x.roll(3, 0)) + x.roll(3, 0)),
+    (
+        "mixup",
+        lambda x: (
+            torch.linspace(0, 1, len(x))[:, None, None].to(x) * (x - x.roll(3, 0)) + x.roll(3, 0)
+        ),
+    ),
     ("patchworks", lambda x: torch.cat([x[:, :1], x.flip(0)[:, 1:]], dim=1)),
     ("another order", lambda x: x.flip(0)),
     ("statistics", lambda x: x - x.mean(dim=0)),
@@ -180,11 +212,19 @@ class OfViews(nn.Sequential):
 
 
 def mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return torch.stack([F.cross_entropy(outputs[:, k], targets) for k in range(outputs.shape[1])]).mean()
+    return torch.stack(
+        [F.cross_entropy(outputs[:, k], targets) for k in range(outputs.shape[1])]
+    ).mean()
 
 
 def made(views: Any, dataset: Any = None, **options: Any) -> Run:
-    given = {"criterion": LOSS, "noise_multiplier": 0.9, "amplification": None, "views": views, **options}
+    given = {
+        "criterion": LOSS,
+        "noise_multiplier": 0.9,
+        "amplification": None,
+        "views": views,
+        **options,
+    }
     run = make(network(), dataset or data(12), **given)
     run.plain, run.true_loss = OfViews(*run.plain), mean_loss
     run.plain.views = views
@@ -196,12 +236,14 @@ def made(views: Any, dataset: Any = None, **options: Any) -> Run:
 def test_the_ledger_is_the_truth(views: Any, way: str) -> None:
     x, y = data(12).tensors
     dataset = TensorDataset(fixed_views(x), y) if views == K else data(12)
-    run = train(made(views, dataset, clip_weights=torch.linspace(0.3, 1, 12).double()), steps=2, way=way)
+    run = train(
+        made(views, dataset, clip_weights=torch.linspace(0.3, 1, 12).double()), steps=2, way=way
+    )
     assert_true(run, 5e-6)
     assert run.engine.ledger.num_coordinates == (5 * K if views == K else 5)
 
 
-# ------------------------------------------------------------------ batches of every kind remember their examples
+# ---------------------------------------------------- batches of every kind remember their examples
 
 
 class Encoding(UserDict):  # type: ignore[type-arg]
@@ -219,11 +261,26 @@ def as_dict(parts: Any) -> Any:
 
 def fil_of(kind: Any, read: Any = tuple, workers: int = 0, **options: Any) -> Tensor:
     def collate(samples: list[Any]) -> Any:
-        x = torch.stack([x for x, _ in samples]) if samples else torch.zeros(0, 5, dtype=torch.float64)
-        return kind((x, torch.stack([y for _, y in samples]) if samples else torch.zeros(0, dtype=torch.long)))
+        x = (
+            torch.stack([x for x, _ in samples])
+            if samples
+            else torch.zeros(0, 5, dtype=torch.float64)
+        )
+        return kind(
+            (
+                x,
+                torch.stack([y for _, y in samples])
+                if samples
+                else torch.zeros(0, dtype=torch.long),
+            )
+        )
 
     torch.manual_seed(4)
-    loading = {"collate_fn": collate, "num_workers": workers, "generator": torch.Generator().manual_seed(2)}
+    loading = {
+        "collate_fn": collate,
+        "num_workers": workers,
+        "generator": torch.Generator().manual_seed(2),
+    }
     options |= {"estimator": "exact", "poisson_sampling": True, "loading": loading}
     parts = start(network(), data(24), "auto", batch=8, **options)
     for batch in parts[-1]:
@@ -236,7 +293,9 @@ def test_every_kind_gives_the_same_run() -> None:
         fil_of(list),
         fil_of(tuple, workers=2),
         fil_of(as_dict, lambda batch: (batch["x"], batch["labels"])),
-        fil_of(lambda parts: Encoding(as_dict(parts)), lambda batch: (batch.x, batch.pop("labels")), 2),
+        fil_of(
+            lambda parts: Encoding(as_dict(parts)), lambda batch: (batch.x, batch.pop("labels")), 2
+        ),
     ]
     assert bool((found[0] > 0).any())
     assert all(torch.equal(each, found[0]) for each in found)
@@ -251,7 +310,8 @@ def test_a_batch_is_of_its_kind_and_keeps_its_ids(batch: Any) -> None:
         assert type(other) is type(made)
         assert type(plain(other)) is type(batch)
         assert tracker.ids is None
-    assert type(plain(made.pin_memory())) is type(pin_memory(batch))  # torch 2.8 makes lists of tuples
+    # torch 2.8 makes lists of tuples
+    assert type(plain(made.pin_memory())) is type(pin_memory(batch))
     list(made)
     assert tracker.ids == [5, 3]
     assert plain(tracker.batch) == batch
@@ -277,18 +337,29 @@ TABLE = torch.randn(30, 5, generator=torch.Generator().manual_seed(1)), torch.ar
         (TensorDataset(*TABLE), {"collate_fn": lambda samples: default_collate(samples)}, False),
     ],
 )
-def test_examples_that_are_fetched_at_once_make_the_same_batches(dataset: Any, loading: Any, at_once: bool) -> None:
-    """One gather gives, bit by bit, what single examples give; data sets with their own way to read keep it."""
+def test_examples_that_are_fetched_at_once_make_the_same_batches(
+    dataset: Any, loading: Any, at_once: bool
+) -> None:
+    """One gather gives, bit by bit, what single examples give.
+
+    Data sets with their own way to read keep it.
+    """
     *_, private = start(nn.Linear(5, 3), dataset, "auto", poisson_sampling=True, loading=loading)
     for batch in private:
         if batch._ids:
             expected = default_collate([dataset[k] for k in batch._ids])
-            assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(batch, expected, strict=True))
+            assert all(
+                torch.equal(a, b) and a.dtype == b.dtype
+                for a, b in zip(batch, expected, strict=True)
+            )
     assert (type(private.dataset.__getitems__([3, 1])) is not list) == at_once
 
 
 def train_on(made: Any) -> Any:
-    """A pass in which every second batch is skipped, and copied; how often each example was in a batch, by value."""
+    """A pass in which every second batch is skipped, and copied.
+
+    How often each example was in a batch, by value.
+    """
     engine, _, model, optimizer, private = made
     inputs = private.plain_dataset.tensors[0]
     counts = torch.zeros(len(inputs), dtype=torch.long)

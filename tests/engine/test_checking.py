@@ -1,4 +1,6 @@
-"""torchfil.check: what runs by which rule, what is not smooth, what falls back, what is refused, before training."""
+"""torchfil.check: what runs by which rule, what is not smooth, what falls back, what is refused,
+before training.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ class Mixture(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pair, self.scale, self.drop = nn.Bilinear(4, 4, 3), nn.Parameter(torch.ones(3)), nn.Dropout(0.5)
+        self.pair, self.scale, self.drop = (
+            nn.Bilinear(4, 4, 3),
+            nn.Parameter(torch.ones(3)),
+            nn.Dropout(0.5),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(self.pair(x, x)).relu() * self.scale
@@ -65,7 +71,12 @@ class WithLoss(nn.Module):
 
 def test_a_network_that_runs() -> None:
     found = torchfil.check(mlp(), (X, Y), LOSS)
-    assert (found.verdict, found.runs, found.reason, found.not_smooth) == ("recorded", True, None, ())
+    assert (found.verdict, found.runs, found.reason, found.not_smooth) == (
+        "recorded",
+        True,
+        None,
+        (),
+    )
     assert (found.batch_size, found.num_coordinates, found.private) == (6, 4, "input 0, 4")
     assert found.loss == "CrossEntropyLoss(), as given"
     assert found.layers == (LayerCheck("Linear", "linear, closed form", ("0", "2"), 5 * 8 + 9 * 3),)
@@ -103,7 +114,9 @@ def test_what_is_mapped_over_examples_is_told() -> None:
         (mlp(), (X, Y), {"criterion": LOSS, "private": Private(inputs="z")}, "'z'"),
     ],
 )
-def test_what_is_refused_is_told(model: nn.Module, batch: Any, options: dict[str, Any], noun: str) -> None:
+def test_what_is_refused_is_told(
+    model: nn.Module, batch: Any, options: dict[str, Any], noun: str
+) -> None:
     found = torchfil.check(model, batch, **options)
     assert (found.verdict, found.runs) == ("refused", False)
     assert noun in found.reason
@@ -117,4 +130,6 @@ def test_losses_private_coordinates_and_batches_of_other_forms() -> None:
     assumed = torchfil.check(mlp(), (X, Y))
     assert "assumed" in assumed.loss
     assert torchfil.check(mlp(), (X, Y), LOSS, Private(coordinates=[0, 2])).num_coordinates == 2
-    assert torchfil.check(mlp(), {"a": X, "b": Y}, LOSS, batch_to_inputs=lambda batch: (batch["a"], batch["b"])).runs
+    assert torchfil.check(
+        mlp(), {"a": X, "b": Y}, LOSS, batch_to_inputs=lambda batch: (batch["a"], batch["b"])
+    ).runs

@@ -1,4 +1,6 @@
-"""Checkpoints as files and as folders (of one process): what is damaged, foreign or half written is refused by name."""
+"""Checkpoints as files and as folders (of one process): what is damaged, foreign or half written is
+refused by name.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,14 @@ def test_damaged_files_are_refused_and_change_nothing(tmp_path: Path) -> None:
     path, parts = tmp_path / "run.pt", {"module": model, "optimizer": optimizer}
     engine.save_checkpoint(path=path, **parts)
     whole, bare, before = path.read_bytes(), io.BytesIO(), state_of(engine, parts)
-    torch.save(torch.load(path, weights_only=True), bare)  # without a checksum, which torch does not miss
+    # without a checksum, which torch does not miss
+    torch.save(torch.load(path, weights_only=True), bare)
     for content in (*flipped(whole, 150), *cut_short(whole, 30), b"", bare.getvalue()):
         path.write_bytes(content)
         for place in (path, io.BytesIO(content)):
-            with pytest.raises(CheckpointError, match="resume from an earlier checkpoint") as refused:
+            with pytest.raises(
+                CheckpointError, match="resume from an earlier checkpoint"
+            ) as refused:
                 engine.load_checkpoint(path=place, **parts)
             assert place is not path or str(path) in str(refused.value)
     assert same(state_of(engine, parts), before)
@@ -53,12 +58,17 @@ def test_damaged_files_are_refused_and_change_nothing(tmp_path: Path) -> None:
     assert same(state_of(engine, parts), before)
 
 
-def test_files_that_do_not_fit_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_do_not_fit_change_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     engine, model, optimizer, private = start()
     epochs(model, optimizer, private, 1)
     engine.save_checkpoint(path=tmp_path / "groups", module=model, optimizer=optimizer)
     saved = torch.load(tmp_path / "groups", weights_only=True)
-    write_file(tmp_path / "random", {**saved, "random_state": [{"cpu": saved["random_state"][0]["cpu"][:3]}]})
+    write_file(
+        tmp_path / "random",
+        {**saved, "random_state": [{"cpu": saved["random_state"][0]["cpu"][:3]}]},
+    )
     write_file(tmp_path / "other", {"module_state_dict": {}})
     write_file(tmp_path / "evil", {"fil_engine_state_dict": Evil()})
 
@@ -105,14 +115,17 @@ def test_what_no_run_saves_is_refused_before_anything_is_taken(tmp_path: Path, k
     engine, net = FILPrivacyEngine(), network()
     given: dict[str, Any] = {"momentum": 0.9} if kept is torch.optim.SGD else {}
     inner = kept(net.parameters(), lr=0.1, **given)
-    model, optimizer, private = engine.make_private(net, inner, loader(data(60)), **grouped(**OPTIONS))
+    model, optimizer, private = engine.make_private(
+        net, inner, loader(data(60)), **grouped(**OPTIONS)
+    )
     epochs(model, optimizer, private, 1)
     path, parts = tmp_path / "run.pt", {"module": model, "optimizer": optimizer}
     engine.save_checkpoint(path=path, **parts)
     good, before, tried = checkpoints.read_file(path), state_of(engine, parts), 0
     for place, leaf in pytree.tree_flatten_with_path(good)[0]:
         name = pytree.keystr(place)
-        if "settings" in name or "questions" in name or "'params'" in name:  # compared with the run's own, or by torch
+        # compared with the run's own, or by torch
+        if "settings" in name or "questions" in name or "'params'" in name:
             continue
         for value in wrong(leaf):
             if "module_state" in name and not isinstance(value, torch.Tensor):
@@ -121,8 +134,15 @@ def test_what_no_run_saves_is_refused_before_anything_is_taken(tmp_path: Path, k
                 continue  # infinite before the first step
             if name.endswith("['seed']") and isinstance(value, int):
                 continue  # any number is a seed
-            read = mock.patch.object(checkpoints, "read_file", return_value=changed(good, place, value))
-            with read, pytest.raises(CheckpointError, match=r"holds what no run saves: .* Nothing was loaded"):
+            read = mock.patch.object(
+                checkpoints, "read_file", return_value=changed(good, place, value)
+            )
+            with (
+                read,
+                pytest.raises(
+                    CheckpointError, match=r"holds what no run saves: .* Nothing was loaded"
+                ),
+            ):
                 engine.load_checkpoint(path=path, **parts)
             tried += 1
     assert tried > 150
@@ -175,7 +195,10 @@ def test_a_failed_save_keeps_the_last(tmp_path: Path, at: str) -> None:
     engine, model, *_ = start()
     engine.save_checkpoint(path=f"{tmp_path}/", module=model)
     before = files(tmp_path)
-    with mock.patch.object(checkpoints, at, side_effect=FULL), pytest.raises(OSError, match="No space left"):
+    with (
+        mock.patch.object(checkpoints, at, side_effect=FULL),
+        pytest.raises(OSError, match="No space left"),
+    ):
         engine.save_checkpoint(path=f"{tmp_path}/", module=model)
     assert files(tmp_path) == before
     assert "fil_engine_state_dict" in read_folder(tmp_path)

@@ -1,4 +1,5 @@
-"""clip_weights: what is released of an example is ωφ(‖g‖) g, and everything that is told about it is about that.
+"""clip_weights: what is released of an example is ωφ(‖g‖) g, and everything that is told about it
+is about that.
 
 test_equivalence.py compares every way of training with brute force under such weights.
 """
@@ -32,35 +33,54 @@ def test_individual_epsilon() -> None:
     for ratios in torch.stack(Truth(run).ratios, dim=1)[ids].tolist():
         levels = [math.floor(math.log(1 / ratio) / math.log(1.05) + 1e-5) for ratio in ratios]
         own.append(spent([SIGMA * 1.05**level for level in levels], run.private.sample_rate, DELTA))
-    assert run.engine.get_individual_epsilon(ids, delta=DELTA).value.tolist() == pytest.approx(own, rel=1e-6)
+    assert run.engine.get_individual_epsilon(ids, delta=DELTA).value.tolist() == pytest.approx(
+        own, rel=1e-6
+    )
     assert run.engine.get_epsilon(DELTA) >= max(own) > min(own)
 
 
 @pytest.mark.parametrize("way", ["loop", "train_step"])
 def test_recorded_passes(way: str) -> None:
-    """Probes are random, but along the gradient nothing is: PLIS and D of the recorded pass, which is the usual one."""
+    """Probes are random, but along the gradient nothing is: PLIS and D of the recorded pass, which
+    is the usual one.
+    """
     options = {**EVERYTHING, "track": ("plis",), "estimator": "weight-probes", "num_probes": 2}
     run = trained(way, clip_weights=WEIGHTS, **options)
     truth = Truth(run)
     assert relative_error(run.engine.get_plis(), truth.plis) < 1e-6
-    assert relative_error(run.engine.get_guess("label").divergence.value, truth.divergences["label"]) < 1e-6
+    assert (
+        relative_error(run.engine.get_guess("label").divergence.value, truth.divergences["label"])
+        < 1e-6
+    )
 
 
 @pytest.mark.parametrize("limits", [{"max_grad_norm": C}, LIMITS])
 def test_looks_at_the_data_set(limits: dict[str, Any]) -> None:
-    """PLIS and refreshed norms at the present weights are those of the scaled gradient; PLIS without noise is plain.
+    """PLIS and refreshed norms at the present weights are those of the scaled gradient.
+
+    PLIS without noise is plain.
 
     Clipped parameter by parameter, there is no recorded pass.
     """
     run = trained("loop", noise_multiplier=SIGMA, clip_weights=WEIGHTS, **limits)
     x, y = (part.to(DEVICE) for part in data(N).tensors)
     now = Pass(random_state(), run.module.state_dict(), x, y, list(range(N)))
-    g, jacobian = clipped_and_jacobian(run.plain, now, clip_weights=WEIGHTS, max_grad_norm=limits["max_grad_norm"])
+    g, jacobian = clipped_and_jacobian(
+        run.plain, now, clip_weights=WEIGHTS, max_grad_norm=limits["max_grad_norm"]
+    )
     slopes = 2 * torch.einsum("bpd,bp->bd", jacobian, g) / run.noise_std**2
     assert relative_error(run.engine.plis([7, 0, 11]), slopes[[7, 0, 11]]) < 1e-6
     run.engine.refresh_norms()
-    assert relative_error(run.engine._training.run.history.ratio, g.norm(dim=1) * SIGMA / run.noise_std) < 1e-6
-    assert relative_error(run.engine.plis(private=False), PLIS(run.module, LOSS).attribute(x, y)) < 1e-6
+    assert (
+        relative_error(
+            run.engine._training.run.history.ratio, g.norm(dim=1) * SIGMA / run.noise_std
+        )
+        < 1e-6
+    )
+    assert (
+        relative_error(run.engine.plis(private=False), PLIS(run.module, LOSS).attribute(x, y))
+        < 1e-6
+    )
 
 
 def given_as(weights: Any, **options: Any) -> Any:
@@ -74,7 +94,12 @@ def test_they_are_given_by_order_or_by_id() -> None:
     names = [f"person {i}" for i in range(N)]
     expected = torch.ones(N, dtype=torch.float64)
     expected[3] = 0.25
-    cases: list[tuple[Any, Any]] = [(expected, {}), (expected.numpy(), {}), (expected.tolist(), {}), ({3: 0.25}, {})]
+    cases: list[tuple[Any, Any]] = [
+        (expected, {}),
+        (expected.numpy(), {}),
+        (expected.tolist(), {}),
+        ({3: 0.25}, {}),
+    ]
     for given, options in [*cases, ({"person 3": torch.tensor(0.25)}, {"id_of": names})]:
         weights = given_as(given, **options)
         assert weights.dtype == torch.float64

@@ -1,4 +1,6 @@
-"""Divergences in the ledger against brute force: every way of training, models without derivatives, several answers."""
+"""Divergences in the ledger against brute force: every way of training, models without derivatives,
+several answers.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ class Rectified(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.conv, self.twice, self.head = nn.Conv2d(1, 2, 3, padding=1), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.conv, self.twice, self.head = (
+            nn.Conv2d(1, 2, 3, padding=1),
+            nn.Linear(8, 8),
+            nn.Linear(8, 3),
+        )
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,11 +46,15 @@ class Rectified(nn.Module):
         return logits
 
 
-def ask(questions: Any = OF_IMAGES, module: nn.Module | None = None, dataset: Any = None, **options: Any) -> Run:
+def ask(
+    questions: Any = OF_IMAGES, module: nn.Module | None = None, dataset: Any = None, **options: Any
+) -> Run:
     """A run that is ready to train, measured by one probe."""
     options = {"noise_multiplier": SIGMA, "estimator": "weight-probes", "num_probes": 1, **options}
     module = Rectified() if module is None else module
-    return make(module, dataset or images(), questions=questions, criterion=nn.CrossEntropyLoss(), **options)
+    return make(
+        module, dataset or images(), questions=questions, criterion=nn.CrossEntropyLoss(), **options
+    )
 
 
 def blocks() -> nn.Module:
@@ -63,11 +73,21 @@ OF_TEXTS: dict[str, Question] = {"first word": Token(0, (1, 2)), "label": Label(
 CASES: dict[str, tuple[Any, ...]] = {  # the model, its questions, options, and how the loop goes
     "ReLU and shared weights": (Rectified, OF_IMAGES, {}, {}),
     "train_step": (Rectified, OF_IMAGES, {}, {"way": "train_step"}),
-    "Poisson, physical batches": (Rectified, OF_IMAGES, {"amplification": "poisson"}, {"steps": 4, "physical": 2}),
+    "Poisson, physical batches": (
+        Rectified,
+        OF_IMAGES,
+        {"amplification": "poisson"},
+        {"steps": 4, "physical": 2},
+    ),
     "mapped": (Rectified, OF_IMAGES, {"estimator": "exact", "max_memory": 2**16}, {"steps": 2}),
     "masks": (blocks, NEGATIVE, {}, {"steps": 2}),
     "masks, train_step": (blocks, NEGATIVE, {}, {"steps": 2, "way": "train_step"}),
-    "tokens": (encoder, OF_TEXTS, {"dataset": texts(), "private": Private(submodule="embedding")}, {"steps": 2}),
+    "tokens": (
+        encoder,
+        OF_TEXTS,
+        {"dataset": texts(), "private": Private(submodule="embedding")},
+        {"steps": 2},
+    ),
 }
 
 
@@ -77,12 +97,17 @@ def test_against_brute_force(case: str) -> None:
     run = train(ask(questions, build(), **options), **looped)
     for name, truth in Truth(run).divergences.items():
         assert float(truth.max()) > 0
-        assert relative_error(run.engine.get_guess(name).divergence.value.reshape(truth.shape), truth) < 1e-6, name
+        assert (
+            relative_error(run.engine.get_guess(name).divergence.value.reshape(truth.shape), truth)
+            < 1e-6
+        ), name
 
 
 def test_the_few_that_are_measured_anew_keep_the_divergences_of_the_first_pass() -> None:
     options = {"questions": {"label": Label(3)}, "dataset": data(16), "batch_size": 8}
-    runs = [train(ask(module=network(), extra_probes=extra, **options), steps=40) for extra in (0, 4)]
+    runs = [
+        train(ask(module=network(), extra_probes=extra, **options), steps=40) for extra in (0, 4)
+    ]
     assert torch.equal(*(run.engine.get_guess("label").divergence.value for run in runs))
 
 
@@ -104,12 +129,21 @@ def test_true_answers_have_no_divergence_and_without_noise_others_are_known() ->
 
 
 def test_skipped_steps_are_weighted() -> None:
-    """The mean over runs at the same weights, each of eight steps that are measured with probability 1/2."""
+    """The mean over runs at the same weights, each of eight steps that are measured with
+    probability 1/2.
+    """
 
     def divergence(rate: float, seed: int) -> tuple[Tensor, Tensor]:
-        options = {"fil_rate": rate, "seed": seed, "questions": {"member": Absent()}, "num_probes": 1}
+        options = {
+            "fil_rate": rate,
+            "seed": seed,
+            "questions": {"member": Absent()},
+            "num_probes": 1,
+        }
         options |= {"noise_multiplier": SIGMA, "max_grad_norm": C, "poisson_sampling": False}
-        engine, _, model, optimizer, batches = loops.make(images(8), Rectified().to(DEVICE), 8, **options)
+        engine, _, model, optimizer, batches = loops.make(
+            images(8), Rectified().to(DEVICE), 8, **options
+        )
         optimizer.param_groups[0]["lr"] = 0.0
         for _ in range(8):
             loops.step(model, optimizer, next(iter(batches)))
@@ -117,7 +151,9 @@ def test_skipped_steps_are_weighted() -> None:
         return found.value[0], found.standard_error[0]
 
     truth, _ = divergence(1.0, 0)
-    values, errors = map(torch.stack, zip(*(divergence(0.5, seed) for seed in range(9)), strict=True))
+    values, errors = map(
+        torch.stack, zip(*(divergence(0.5, seed) for seed in range(9)), strict=True)
+    )
     assert float(values.std()) > 0
     assert abs(float(values.mean() - truth)) < 3 * float(values.std()) / 3
     assert 0.5 < float(errors.square().mean().sqrt() / values.std()) < 2
@@ -129,10 +165,15 @@ def test_averages_and_states_know_questions() -> None:
     both = torch.stack([run.engine.get_guess("member").divergence.value for run in runs])
     average = FILPrivacyEngine.merge([run.engine for run in runs]).get_guess("member")
     assert torch.allclose(average.divergence.value, both.mean(dim=0))
-    assert bool((average.upper().divergence.value >= both.mean(dim=0).clamp(max=average.largest)).all())
+    assert bool(
+        (average.upper().divergence.value >= both.mean(dim=0).clamp(max=average.largest)).all()
+    )
 
-    # who was hardly drawn is protected by the noise alone: as if every gradient were at the threshold
-    short = train(ask({"member": Absent(), "label": Label(3)}, amplification="poisson"), steps=2).engine
+    # who was hardly drawn is protected by the noise alone: as if every gradient were at the
+    # threshold
+    short = train(
+        ask({"member": Absent(), "label": Label(3)}, amplification="poisson"), steps=2
+    ).engine
     guess, (noise, rate, steps) = short.get_guess("member"), short.accountant.history[0]
     square = torch.tensor([noise**-2.0])
     largest = steps * step_divergence(square, 0 * square, 0 * square, rate).item()
@@ -144,7 +185,9 @@ def test_averages_and_states_know_questions() -> None:
 
     again = ask()
     again.engine.load_state_dict(engine.state_dict())
-    assert torch.equal(again.engine.get_guess("label").divergence.value, engine.get_guess("label").divergence.value)
+    assert torch.equal(
+        again.engine.get_guess("label").divergence.value, engine.get_guess("label").divergence.value
+    )
     with pytest.raises(ValueError, match="questions="):
         short.load_state_dict(engine.state_dict())
 
@@ -161,7 +204,9 @@ def overwrite(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         (Change(overwrite), None),  # its copies
     ],
 )
-def test_faulty_alternatives_are_told_and_change_nothing(question: Question, noun: str | None) -> None:
+def test_faulty_alternatives_are_told_and_change_nothing(
+    question: Question, noun: str | None
+) -> None:
     run = ask({"odd": question})
     before = copy.deepcopy(run.module.state_dict())
     if noun is None:

@@ -24,7 +24,12 @@ from tests.engine.ways import LOSS, Calling
 from torchfil import PLIS, FILPrivacyEngine, Private, bounds
 from torchfil.accounting.norms import ENTRIES, LEVELS, RATIO, NormHistory, added, as_table, squeezed
 from torchfil.clipping import get_clip
-from torchfil.engine.reading import everybodys_robustness, individual_epsilon, individual_robustness, spent_epsilon
+from torchfil.engine.reading import (
+    everybodys_robustness,
+    individual_epsilon,
+    individual_robustness,
+    spent_epsilon,
+)
 from torchfil.fisher import ClippedJacobian, ExampleGradients
 from torchfil.report import load
 
@@ -81,7 +86,12 @@ def train_known(passes: int, plain: Any = None, accountant: str = "rdp", **optio
     """Passes over 20 examples in batches of 4 without Poisson sampling."""
     module, engine = network(), FILPrivacyEngine(accountant=accountant)
     make = engine.make_private_with_epsilon if "target_epsilon" in options else engine.make_private
-    options = {"max_grad_norm": C, "poisson_sampling": False, "criterion": nn.CrossEntropyLoss(), **options}
+    options = {
+        "max_grad_norm": C,
+        "poisson_sampling": False,
+        "criterion": nn.CrossEntropyLoss(),
+        **options,
+    }
     plain = plain or loader(data(20), 4, shuffle=True)
     made = make(module, torch.optim.SGD(module.parameters(), lr=0.1), plain, **options)
     for _ in range(passes):
@@ -95,7 +105,9 @@ class TestKnownBatches:
 
     @ACCOUNTANTS
     def test_five_passes_are_five_gaussian_mechanisms(self, accountant: str) -> None:
-        first, run = (train_known(passes, accountant=accountant, noise_multiplier=1.0) for passes in (2, 0))
+        first, run = (
+            train_known(passes, accountant=accountant, noise_multiplier=1.0) for passes in (2, 0)
+        )
         run.engine.load_state_dict(first.engine.state_dict())  # participations go on
         for _ in range(3):
             for x, y in run.loader:
@@ -113,7 +125,9 @@ class TestKnownBatches:
 
     def test_a_sampler_that_repeats_is_counted(self) -> None:
         twice = loader(data(20), 4, sampler=RandomSampler(data(20), num_samples=40))
-        assert train_known(3, twice, noise_multiplier=1.0).engine.accountant.history == [(1.0, 1.0, 6)]
+        assert train_known(3, twice, noise_multiplier=1.0).engine.accountant.history == [
+            (1.0, 1.0, 6)
+        ]
 
     def test_the_noise_for_an_epsilon_counts_rows_that_a_sampler_repeats(self) -> None:
         """Some are drawn twice in a pass, and others once."""
@@ -140,16 +154,23 @@ def spent(noises: list[float], q: float, delta: float) -> float:
 
 class TestHistory:
     def test_by_hand(self) -> None:
-        """Unseen: C stands in; seen: the last norm, rounded to the grid; every step counts for everybody."""
+        """Unseen: C stands in; seen: the last norm, rounded to the grid.
+
+        Every step counts for everybody.
+        """
         history = NormHistory(3)
         history.step(torch.tensor([0]), torch.tensor([0.5]), 1.0, 0.1)
         history.step(*NOBODY, 1.0, 0.1)
         history.step(torch.tensor([0, 1]), torch.tensor([0.25, 0.9]), 1.0, 0.1)
         history.step(*NOBODY, 1.0, 0.1)
         got = individual_epsilon(history, torch.arange(3), 1e-5)
-        for value, ratios in zip(got, ([0.5, 0.5, 0.25, 0.25], [1.0, 1.0, 0.9, 0.9], [1.0] * 4), strict=True):
+        for value, ratios in zip(
+            got, ([0.5, 0.5, 0.25, 0.25], [1.0, 1.0, 0.9, 0.9], [1.0] * 4), strict=True
+        ):
             levels = [math.floor(math.log(1 / ratio) / math.log(1.05) + 1e-5) for ratio in ratios]
-            assert float(value) == pytest.approx(spent([1.05**level for level in levels], 0.1, 1e-5), rel=1e-9)
+            assert float(value) == pytest.approx(
+                spent([1.05**level for level in levels], 0.1, 1e-5), rel=1e-9
+            )
         assert got[0] < got[1] < got[2]
 
     @pytest.mark.parametrize("ratio", [0.03, 0.62, 0.999])
@@ -165,38 +186,62 @@ class TestHistory:
 
 class TestOfRuns:
     def test_an_example_that_always_hits_the_clip_spends_the_engines_epsilon(self) -> None:
-        """A regression target far out of reach: hard clipping leaves a norm of exactly C at every step."""
+        """A regression target far out of reach: hard clipping leaves a norm of exactly C at every
+        step.
+        """
         x, y = data(40).tensors[0], torch.zeros(40, 3, dtype=torch.float64)
         y[0] = 1e6
         module = nn.Linear(5, 3).double()
         nn.init.zeros_(module.weight)  # so that all others' gradients are small
-        engine = train(TensorDataset(x, y), steps=10, module=module, loss_fn=F.mse_loss, clip="hard").engine
+        engine = train(
+            TensorDataset(x, y), steps=10, module=module, loss_fn=F.mse_loss, clip="hard"
+        ).engine
         own = engine.get_individual_epsilon(range(6), delta=1e-5)
         assert own.kind == "estimate"
-        assert own.value[1:].min() < own.value[0] == pytest.approx(engine.get_epsilon(1e-5), rel=1e-9)
-        assert engine.leakage(range(6), delta=1e-5)["individual_epsilon"].tolist() == own.value.tolist()
+        assert (
+            own.value[1:].min() < own.value[0] == pytest.approx(engine.get_epsilon(1e-5), rel=1e-9)
+        )
+        assert (
+            engine.leakage(range(6), delta=1e-5)["individual_epsilon"].tolist()
+            == own.value.tolist()
+        )
 
     def test_norm_refresh_looks_everybody_up(self) -> None:
         """Clipped softly: by hard clipping or nearly so, all norms of this model would be C."""
         dataset = data(40)
-        stale, fresh = (train(dataset, steps=6, clip="gelu", **more).engine for more in ({}, {"norm_refresh": 1}))
+        stale, fresh = (
+            train(dataset, steps=6, clip="gelu", **more).engine
+            for more in ({}, {"norm_refresh": 1})
+        )
         assert (fresh._training.run.history.ratio < 1).all(), "nobody keeps the stand-in"
         assert (stale._training.run.history.ratio == 1).any()
-        means = [engine.get_individual_epsilon(delta=1e-5).value.mean() for engine in (fresh, stale)]
+        means = [
+            engine.get_individual_epsilon(delta=1e-5).value.mean() for engine in (fresh, stale)
+        ]
         assert means[0] < means[1]
         fresh.refresh_norms()
         module = network()
         module.load_state_dict(fresh._training.replica.live.state_dict())
-        gradients = ExampleGradients.build(module, nn.CrossEntropyLoss(), *(t.to(DEVICE) for t in dataset.tensors))
+        gradients = ExampleGradients.build(
+            module, nn.CrossEntropyLoss(), *(t.to(DEVICE) for t in dataset.tensors)
+        )
         want = ClippedJacobian(gradients, get_clip("gelu"), C).clipped_norm / C
         assert torch.allclose(fresh._training.run.history.ratio.double(), want, rtol=1e-5)
 
-    @pytest.mark.parametrize("options", [{}, {"grad_sample_mode": "hooks"}, {"criterion": LOSS}], ids=str)
-    @pytest.mark.parametrize("layer", [nn.Dropout(0.5), Calling(lambda m, h: F.dropout(h, 0.5, m.training))], ids=str)
-    def test_norms_and_plis_are_those_without_dropout(self, layer: nn.Module, options: dict[str, Any]) -> None:
+    @pytest.mark.parametrize(
+        "options", [{}, {"grad_sample_mode": "hooks"}, {"criterion": LOSS}], ids=str
+    )
+    @pytest.mark.parametrize(
+        "layer", [nn.Dropout(0.5), Calling(lambda m, h: F.dropout(h, 0.5, m.training))], ids=str
+    )
+    def test_norms_and_plis_are_those_without_dropout(
+        self, layer: nn.Module, options: dict[str, Any]
+    ) -> None:
         """Masks and random states stay those of training."""
         module, dataset = with_layer(layer), data(40)
-        engine = train(dataset, steps=4, module=module, clip="gelu", norm_refresh=4, **options).engine
+        engine = train(
+            dataset, steps=4, module=module, clip="gelu", norm_refresh=4, **options
+        ).engine
         state = torch.get_rng_state()
         plis = engine.plis()
         engine.refresh_norms()
@@ -231,7 +276,10 @@ def test_many_levels_in_few_entries_lose_no_step_and_no_loss() -> None:
     many = [(int(torch.randint(LEVELS, (), generator=source)), 1 + k % 5) for k in range(300)]
     for steps in (few, many):
         exact = torch.zeros(1, LEVELS, dtype=torch.int32)
-        levels, counts = torch.zeros(1, ENTRIES, dtype=torch.uint8), torch.zeros(1, ENTRIES, dtype=torch.int32)
+        levels, counts = (
+            torch.zeros(1, ENTRIES, dtype=torch.uint8),
+            torch.zeros(1, ENTRIES, dtype=torch.int32),
+        )
         for level, count in steps:
             exact[0, level] += count
             levels, counts = added(levels, counts, torch.tensor([level]), torch.tensor([count]))
@@ -239,9 +287,13 @@ def test_many_levels_in_few_entries_lose_no_step_and_no_loss() -> None:
         assert steps is many or torch.equal(found, exact)
         assert int((found > 0).sum()) <= ENTRIES
         assert found.sum() == exact.sum()
-        assert bool((found.cumsum(dim=1) >= exact.cumsum(dim=1)).all()), "no step counts at a level with more noise"
+        assert bool((found.cumsum(dim=1) >= exact.cumsum(dim=1)).all()), (
+            "no step counts at a level with more noise"
+        )
         weights = RATIO ** (-2.0 * torch.arange(LEVELS))
-        assert float((found * weights).sum()) < 1.2 * float((exact * weights).sum()), "ε grows by half as much, or less"
+        assert float((found * weights).sum()) < 1.2 * float((exact * weights).sum()), (
+            "ε grows by half as much, or less"
+        )
     together = squeezed(torch.arange(LEVELS, dtype=torch.uint8)[None], exact, ENTRIES)
     assert bool((as_table(*together).cumsum(dim=1) >= exact.cumsum(dim=1)).all())
 
@@ -267,7 +319,9 @@ def test_known_batches_count_an_examples_own_steps_alone() -> None:
     engine = train(data(40), steps=10, poisson_sampling=False).engine
     norm = engine.ledger.sums["squared_norm"].double().sqrt().cpu().numpy()
     want = stats.norm.cdf(stats.norm.ppf(0.05) + norm / (SIGMA * C))
-    np.testing.assert_allclose(engine.get_reconstruction_robustness(prior_success=0.05).value, want, rtol=1e-9)
+    np.testing.assert_allclose(
+        engine.get_reconstruction_robustness(prior_success=0.05).value, want, rtol=1e-9
+    )
 
 
 def test_changing_noise_and_rates_are_composed() -> None:
@@ -314,7 +368,9 @@ def test_population_bound_from_data_box_and_own_prior() -> None:
 
 
 class Mean(nn.Module):
-    """Estimates a mean: the gradient of an example is w − x, so a step without clipping releases x plus noise."""
+    """Estimates a mean: the gradient of an example is w − x, so a step without clipping releases x
+    plus noise.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,7 +382,9 @@ class Mean(nn.Module):
 
 @pytest.mark.parametrize("public", ["label", "column"])
 def test_a_public_label_or_column_is_no_protection(public: str) -> None:
-    """The private values lie close to what the label, or a public column, says: the answer without a model is good."""
+    """The private values lie close to what the label, or a public column, says: the answer without
+    a model is good.
+    """
     source, n = torch.Generator().manual_seed(0), 400
     noise = 0.1 * torch.randn(n, 3, generator=source, dtype=torch.float64)
     label = torch.randint(0, 2, (n,), generator=source)
@@ -334,12 +392,21 @@ def test_a_public_label_or_column_is_no_protection(public: str) -> None:
     told = 4.0 * label - 2.0 if public == "label" else column
     x = noise + told[:, None] * torch.tensor([0.0, 1.0, 1.0])
     x[:, 0] = column
-    options = {"noise_multiplier": 0.02, "max_grad_norm": 100.0, "poisson_sampling": False, "estimator": "exact"}
+    options = {
+        "noise_multiplier": 0.02,
+        "max_grad_norm": 100.0,
+        "poisson_sampling": False,
+        "estimator": "exact",
+    }
     options |= {"loss_fn": lambda losses, _: losses.mean(), "private": Private(coordinates=[1, 2])}
     engine = train(TensorDataset(x, label), steps=6, batch_size=n, module=Mean(), **options).engine
     found = engine.get_population_mse_bound()
     reached = noise[:, 1:].square().mean().item()  # by answering what is told
     assert found.prior_variance == pytest.approx(reached, rel=0.02)
     assert 0.5 * reached < found.bound.value.item() < reached
-    blind = bounds.population_mse_bound(engine.totals.get_trace(), 2, bounds.Prior.gaussian(x[:, 1:]))
-    assert blind.bound.value.item() > 10 * reached, "a prior of the private values alone claims too much"
+    blind = bounds.population_mse_bound(
+        engine.totals.get_trace(), 2, bounds.Prior.gaussian(x[:, 1:])
+    )
+    assert blind.bound.value.item() > 10 * reached, (
+        "a prior of the private values alone claims too much"
+    )

@@ -1,4 +1,6 @@
-"""``torchfil.equalise``: stand-ins whose leakage responds as it is told to, then small real runs."""
+"""``torchfil.equalise``: stand-ins whose leakage responds as it is told to, then small real
+runs.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:The clip weights were computed f
 class StandIn:
     """What a run says, from exposures e = 1/bound or D."""
 
-    def __init__(self, exposure: Tensor, error: float = 0.0, measured: Tensor | None = None) -> None:
+    def __init__(
+        self, exposure: Tensor, error: float = 0.0, measured: Tensor | None = None
+    ) -> None:
         self.value = exposure.double()
         self.estimate = Estimate(self.value, error * self.value, "estimate", positive=True)
-        self.measured = torch.ones(len(exposure), dtype=torch.bool) if measured is None else measured
+        self.measured = (
+            torch.ones(len(exposure), dtype=torch.bool) if measured is None else measured
+        )
         self.ids = ExampleIds(len(exposure))
 
     def get_mse_bound(self) -> Estimate:
@@ -46,7 +52,9 @@ class StandIn:
 class Trainer:
     """Exposures that respond as ω^power, times chance from run to run."""
 
-    def __init__(self, unit: Tensor, *, power: float = 2.0, chance: float = 0.0, error: float = 0.0) -> None:
+    def __init__(
+        self, unit: Tensor, *, power: float = 2.0, chance: float = 0.0, error: float = 0.0
+    ) -> None:
         self.unit, self.power, self.chance, self.error = unit.double(), power, chance, error
         self.seen: list[Tensor | None] = []
 
@@ -72,12 +80,20 @@ def test_a_response_of_the_square_needs_one_round(unit: Tensor) -> None:
     train = Trainer(unit)
     with pytest.warns(UserWarning, match="private data"):
         result = equalise(lambda weights: (train(weights), 0.9835))
-    assert (result.met, result.stopped, train.seen[0], len(train.seen)) == (True, "target met", None, 2)
+    assert (result.met, result.stopped, train.seen[0], len(train.seen)) == (
+        True,
+        "target met",
+        None,
+        2,
+    )
     assert result.history[0].worst == pytest.approx(1 / unit.max().item(), rel=1e-5)
     assert result.history[1].worst == result.worst >= 1.0
     spared = unit > 1 / 1.5  # the default margin
     assert torch.equal(result.weights < 1, spared)
-    assert (result.num_spared, result.history[0].num_below) == (int(spared.sum()), int((unit > 1).sum()))
+    assert (result.num_spared, result.history[0].num_below) == (
+        int(spared.sum()),
+        int((unit > 1).sum()),
+    )
     assert torch.equal(result.next_weights, result.weights)
     assert [each.score for each in result.history] == [0.9835, 0.9835]
     assert result.epsilon_of_all_rounds is None
@@ -93,7 +109,9 @@ def test_a_response_of_the_square_needs_one_round(unit: Tensor) -> None:
     ],
     ids=["a weaker response", "weights that nobody uses", "the floor", "one round"],
 )
-def test_where_it_stops(unit: Tensor, power: float, options: dict[str, Any], stopped: str, rounds: Any) -> None:
+def test_where_it_stops(
+    unit: Tensor, power: float, options: dict[str, Any], stopped: str, rounds: Any
+) -> None:
     result = equalise(Trainer(unit, power=power), **options)
     assert (result.stopped, result.met) == (stopped, stopped == "target met")
     assert len(result.history) in rounds
@@ -109,13 +127,17 @@ def test_where_it_stops(unit: Tensor, power: float, options: dict[str, Any], sto
 
 
 def test_chance_finds_new_people_every_round_and_ends_are_on_the_safe_side(unit: Tensor) -> None:
-    """By estimates of single runs the target is met after some rounds; by ends of intervals the truth meets it."""
+    """By estimates of single runs the target is met after some rounds.
+
+    By ends of intervals the truth meets it.
+    """
     train = Trainer(unit, chance=0.3)
     result = equalise(train, max_rounds=12, margin=2.0)
     assert result.met
     for before, after in zip(train.seen[1:], train.seen[2:], strict=False):
         assert bool((after <= before).all())  # whoever was exposed once stays spared
-    assert float((unit * result.weights.square()).max()) <= 1.3  # by chance, some were never seen at their true value
+    # by chance, some were never seen at their true value
+    assert float((unit * result.weights.square()).max()) <= 1.3
     train = Trainer(unit, chance=0.3, error=0.3)
     result = torchfil.equalise(train, target=1.0, max_rounds=12, margin=2.0)
     assert result.met
@@ -145,9 +167,14 @@ def test_public_cells(unit: Tensor) -> None:
 
 
 def test_what_is_not_known_of_an_example(unit: Tensor) -> None:
-    """Nobody who was not measured is spared; what another run would draw is left to the margin; no interval."""
+    """Nobody who was not measured is spared; what another run would draw is left to the margin.
 
-    def run(exposure: Tensor, error: Any = 0.0, measured: Any = None, run_error: float = 0.0) -> Any:
+    No interval.
+    """
+
+    def run(
+        exposure: Tensor, error: Any = 0.0, measured: Any = None, run_error: float = 0.0
+    ) -> Any:
         def train(weights: Tensor | None) -> StandIn:
             stand_in = StandIn(exposure * (1 if weights is None else weights**2), measured=measured)
             value, errors = stand_in.value, torch.as_tensor(error).double().expand(len(exposure))
@@ -173,14 +200,16 @@ def test_what_is_not_known_of_an_example(unit: Tensor) -> None:
             equalise(train, **options)
 
 
-# ------------------------------------------------------------------ small runs, and what a run file keeps
+# ------------------------------------------------------------ small runs, and what a run file keeps
 
 DELTA = 1e-5
 SIDES = ["left" if row % 3 else "right" for row in range(40)]
 
 
 def train_small(weights: Tensor | None, passes: int = 3) -> tuple[FILPrivacyEngine, float]:
-    """Private training of a small network on forty examples, with the same draws and noise at each call."""
+    """Private training of a small network on forty examples, with the same draws and noise at each
+    call.
+    """
     torch.manual_seed(3)
     plain = loader(data(40), generator=None)
     options = {"criterion": nn.CrossEntropyLoss(), "estimator": "exact"}
@@ -211,10 +240,15 @@ def test_of_real_runs_epsilon_adds_up_over_rounds(equalised: Equalised) -> None:
 
 
 def test_rounds_and_the_exposure_before_come_back(equalised: Equalised, tmp_path: Path) -> None:
-    path = equalised.engine.save_run(tmp_path / "run.parquet", delta=DELTA, groups={"side": SIDES}, equalised=equalised)
+    path = equalised.engine.save_run(
+        tmp_path / "run.parquet", delta=DELTA, groups={"side": SIDES}, equalised=equalised
+    )
     run = load(path)
     names = ("target", "met", "stopped", "epsilon_of_all_rounds")
-    assert run.about["equalised"] == {"question": None, **{name: getattr(equalised, name) for name in names}}
+    assert run.about["equalised"] == {
+        "question": None,
+        **{name: getattr(equalised, name) for name in names},
+    }
     for name in ("worst", "num_spared", "score", "fresh", "epsilon"):
         assert run.rounds[name].tolist() == [getattr(each, name) for each in equalised.history]
     assert run.rounds["num_spared"][0] == 0 < run.rounds["num_spared"][1]

@@ -1,4 +1,6 @@
-"""Every way of training against brute force in float64: what is released, and everything that is told about it."""
+"""Every way of training against brute force in float64: what is released, and everything that is
+told about it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,16 @@ from torch.utils.data import TensorDataset
 from benchmarks import zoo
 from tests.cases import DEVICE, GroupNormResidual, relative_error
 from tests.engine import architectures as arch
-from tests.engine.brute_force import Run, Truth, assert_released, assert_true, images, make, texts, train
+from tests.engine.brute_force import (
+    Run,
+    Truth,
+    assert_released,
+    assert_true,
+    images,
+    make,
+    texts,
+    train,
+)
 from tests.engine.loops import assert_same_run, data, network
 from tests.engine.ways import Calling
 from torchfil import Private
@@ -25,7 +36,9 @@ from torchfil.questions import Absent, Label, Question
 
 pytestmark = pytest.mark.torch_versions
 SIGMA, N = 0.9, 12
-WEIGHTS = torch.linspace(0.3, 1.0, N).double()[torch.randperm(N, generator=torch.Generator().manual_seed(1))]
+WEIGHTS = torch.linspace(0.3, 1.0, N).double()[
+    torch.randperm(N, generator=torch.Generator().manual_seed(1))
+]
 QUESTIONS: dict[str, Question] = {"member": Absent(), "label": Label(3)}
 EVERYTHING: dict[str, Any] = {"track": ("diagonal", "fim", "plis"), "questions": QUESTIONS}
 EVERYTHING |= {"noise_multiplier": SIGMA, "amplification": None, "criterion": nn.CrossEntropyLoss()}
@@ -43,10 +56,14 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "physical batches": ({}, {"physical": 2}),
     "physical batches, hooks": (HOOKS, {"physical": 2}),
     "accumulation": ({"accumulation_steps": 2}, {"every": 2, "divided": True}),
-    "accumulation, not sampled": ({"poisson_sampling": False, "criterion": None}, {"every": 2, "divided": True}),
+    "accumulation, not sampled": (
+        {"poisson_sampling": False, "criterion": None},
+        {"every": 2, "divided": True},
+    ),
     "accumulation, hooks": ({"poisson_sampling": False, **HOOKS}, {"every": 2}),
     "not sampled": ({"poisson_sampling": False}, {}),
-    "not sampled, train_step": ({"poisson_sampling": False}, {"steps": 4, **WHOLE}),  # masks of the third are foreseen
+    # masks of the third are foreseen
+    "not sampled, train_step": ({"poisson_sampling": False}, {"steps": 4, **WHOLE}),
     "sum": (SUM, {}),
     "sum, hooks": ({**SUM, **HOOKS}, {}),
     "sum, train_step": (SUM, WHOLE),
@@ -65,7 +82,11 @@ def trained(way: str, module: nn.Module | None = None, dataset: Any = None, **op
     made, looped = WAYS[way]
     looped = {"steps": options.pop("steps", 2), **looped}
     options = {"criterion": nn.CrossEntropyLoss(), **options, **made}
-    run = make(network() if module is None else module.double(), data(N) if dataset is None else dataset, **options)
+    run = make(
+        network() if module is None else module.double(),
+        data(N) if dataset is None else dataset,
+        **options,
+    )
     if "loss_reduction" in made:
         run.loss_fn = options["criterion"]
     return train(run, **looped)
@@ -73,11 +94,15 @@ def trained(way: str, module: nn.Module | None = None, dataset: Any = None, **op
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ways(way: str) -> None:
-    """FIM, diagonal, PLIS, D of questions, ‖g̃‖ and Σ g̃ of weighted examples, with Poisson's factors."""
+    """FIM, diagonal, PLIS, D of questions, ‖g̃‖ and Σ g̃ of weighted examples, with Poisson's
+    factors.
+    """
     run = trained(way, **EVERYTHING, clip_weights=WEIGHTS)
     assert_true(run)
     if run.options.get("poisson_sampling", True):
-        assert run.engine.accountant.history == [(SIGMA, pytest.approx(run.private.sample_rate), len(run.passes))]
+        assert run.engine.accountant.history == [
+            (SIGMA, pytest.approx(run.private.sample_rate), len(run.passes))
+        ]
     if "physical" in way:
         assert max(map(len, run.passes)) > 1
     if "empty" in way:
@@ -103,33 +128,50 @@ def frozen() -> nn.Module:
 def by_halves() -> nn.Module:
     """Larger batches in two calls, as trials of few examples do not show."""
     return Calling(
-        lambda self, x: torch.cat([self.inner(half) for half in x.split(max(3, len(x) // 2))]), inner=network()
+        lambda self, x: torch.cat([self.inner(half) for half in x.split(max(3, len(x) // 2))]),
+        inner=network(),
     )
 
 
 def positions() -> nn.Module:
-    """Adds a vector by position; the positions are the same for all examples, and as many as the batch has examples."""
+    """Adds a vector by position.
+
+    The positions are the same for all examples, and as many as the batch has examples.
+    """
     table = Calling(lambda self, x, at: x + self.weight[at], weight=nn.Parameter(torch.randn(3, 4)))
     parts = {"table": table, "head": nn.Linear(4, 3)}
     return Calling(
-        lambda self, x: self.head(self.table(x, torch.arange(3, device=x.device)).tanh().mean(dim=1)), **parts
+        lambda self, x: self.head(
+            self.table(x, torch.arange(3, device=x.device)).tanh().mean(dim=1)
+        ),
+        **parts,
     )
 
 
 def scaled() -> nn.Module:
     """A temperature of no dimension, as CLIP has."""
-    return Calling(lambda self, x: self.scale * self.body(x), body=network(), scale=nn.Parameter(torch.tensor(1.5)))
+    return Calling(
+        lambda self, x: self.scale * self.body(x),
+        body=network(),
+        scale=nn.Parameter(torch.tensor(1.5)),
+    )
 
 
 def normal(*shape: int) -> Callable[[int], TensorDataset]:
     def build(n: int) -> TensorDataset:
         generator = torch.Generator().manual_seed(0)
-        return TensorDataset(torch.randn(n, *shape, generator=generator).double(), torch.arange(n) % 3)
+        return TensorDataset(
+            torch.randn(n, *shape, generator=generator).double(), torch.arange(n) % 3
+        )
 
     return build
 
 
-DATA: dict[str, Callable[[int], TensorDataset]] = {"images": images, "texts": partial(texts, length=3), "rows": data}
+DATA: dict[str, Callable[[int], TensorDataset]] = {
+    "images": images,
+    "texts": partial(texts, length=3),
+    "rows": data,
+}
 DATA |= {"pictures": normal(2, 4, 4), "pixels": normal(1, 8, 8), "sequences": normal(3, 4)}
 MODELS: list[tuple[Any, ...]] = [  # how it is built, its data, and the ways
     (partial(arch.ConvNeXt, 3, 0.1), "images", "loop"),
@@ -142,7 +184,14 @@ MODELS: list[tuple[Any, ...]] = [  # how it is built, its data, and the ways
     (partial(arch.Perceptron, by="layer"), "images", "hooks"),
     (partial(arch.Perceptron, by="hand"), "images", "loop"),
     (arch.Perceptron, "images", "loop", "hooks", "physical batches", "physical batches, hooks"),
-    (arch.Perceptron, "images", "chunks", "chunks, hooks", "chunks, train_step", "not sampled, train_step"),
+    (
+        arch.Perceptron,
+        "images",
+        "chunks",
+        "chunks, hooks",
+        "chunks, train_step",
+        "not sampled, train_step",
+    ),
     (arch.behind, "images", "loop", "train_step", "chunks, train_step"),
     (partial(arch.MaskedOtherwise, "time first"), "images", "loop", "chunks, train_step"),
     (partial(arch.MaskedOtherwise, "shared"), "images", "loop"),
@@ -168,11 +217,23 @@ EACH = [(*model[:2], way) for model in MODELS for way in model[2:]]
 def test_models(build: Any, kind: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
     """Traces and what is released, under the masks that the loop drew."""
     if DEVICE == "cuda" and build is arch.behind and "train_step" not in way:
-        pytest.skip("a GPU draws by other operations where no gradient is wanted, and so in this loop's passes")
-    options = {"private": EMBEDDING if kind == "texts" else None, "noise_multiplier": SIGMA, "amplification": None}
+        pytest.skip(
+            "a GPU draws by other operations where no gradient is wanted, and so in this loop's "
+            "passes"
+        )
+    options = {
+        "private": EMBEDDING if kind == "texts" else None,
+        "noise_multiplier": SIGMA,
+        "amplification": None,
+    }
     torch.manual_seed(0)
     run = trained(
-        way, build(), DATA[kind](8), steps=1 if "chunks" in way else 2, batch_size=SIZES.get(build, 3), **options
+        way,
+        build(),
+        DATA[kind](8),
+        steps=1 if "chunks" in way else 2,
+        batch_size=SIZES.get(build, 3),
+        **options,
     )
     run.plain.around = None  # brute force knows no checkpoints
     assert_true(run)
@@ -182,14 +243,21 @@ def test_models(build: Any, kind: str, way: str, caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.parametrize("way", ["empty batches", "hooks", "train_step"])
 def test_examples_in_the_second_dimension(way: str) -> None:
-    """batch_first=False, inputs [time, batch]: brute force sees the same model with the batch first."""
+    """batch_first=False, inputs [time, batch]: brute force sees the same model with the batch
+    first.
+    """
 
     def second(samples: list[Any]) -> Any:
         x, y = map(torch.stack, zip(*samples, strict=True))
         return x.t(), y
 
     module = arch.Recurrent(nn.LSTM if way == "empty batches" else DPLSTM, first=False)
-    options = {"noise_multiplier": SIGMA, "amplification": None, "private": EMBEDDING, "batch_first": False}
+    options = {
+        "noise_multiplier": SIGMA,
+        "amplification": None,
+        "private": EMBEDDING,
+        "batch_first": False,
+    }
     run = trained(way, module, texts(8), loading={"collate_fn": second}, **options)
     run.plain.first = True
     for begun in [begun for passes in run.passes for begun in passes]:
@@ -200,7 +268,9 @@ def test_examples_in_the_second_dimension(way: str) -> None:
 @pytest.mark.parametrize("way", ["loop", "hooks", "train_step"])
 def test_parts_that_change_their_mode_and_probabilities(way: str) -> None:
     made, looped = WAYS[way]
-    run = make(arch.Perceptron(by="layer").double(), images(8), criterion=nn.CrossEntropyLoss(), **made)
+    run = make(
+        arch.Perceptron(by="layer").double(), images(8), criterion=nn.CrossEntropyLoss(), **made
+    )
     for probability, training in ((0.3, True), (0.3, False), (0.0, True), (0.5, True)):
         for module in (run.module, run.plain):
             module.dropout.train(training)
@@ -234,12 +304,22 @@ PROBES: list[tuple[Any, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("build", "kind", "options"), PROBES)
-def test_random_estimates_are_the_same_in_all_ways(build: Any, kind: str, options: dict[str, Any]) -> None:
+def test_random_estimates_are_the_same_in_all_ways(
+    build: Any, kind: str, options: dict[str, Any]
+) -> None:
     """Weights, ledger, ε and individual ε of the same probes; no gradients by example are kept."""
-    given = {"estimator": "weight-probes", "amplification": None, "noise_multiplier": SIGMA, **options}
+    given = {
+        "estimator": "weight-probes",
+        "amplification": None,
+        "noise_multiplier": SIGMA,
+        **options,
+    }
     torch.manual_seed(0)
     module, dataset = build(), DATA[kind](16)
-    runs = {way: trained(way, copy.deepcopy(module), dataset, **given) for way in ("hooks", "loop", "train_step")}
+    runs = {
+        way: trained(way, copy.deepcopy(module), dataset, **given)
+        for way in ("hooks", "loop", "train_step")
+    }
     for way in ("loop", "train_step"):
         assert_same_run(*((runs[each].engine, runs[each].module) for each in (way, "hooks")), 1e-6)
         assert all(p.grad_sample is None for p in runs[way].module.parameters())
@@ -253,8 +333,15 @@ def test_random_estimates_are_the_same_in_all_ways(build: Any, kind: str, option
         (network, "rows", {"clip_weights": WEIGHTS[:8], "amplification": None}),
     ],
 )
-def test_weight_probes_are_unbiased_and_their_errors_true(build: Any, kind: str, options: dict[str, Any]) -> None:
-    options = {"estimator": "weight-probes", "num_probes": 100, "noise_multiplier": SIGMA, **options}
+def test_weight_probes_are_unbiased_and_their_errors_true(
+    build: Any, kind: str, options: dict[str, Any]
+) -> None:
+    options = {
+        "estimator": "weight-probes",
+        "num_probes": 100,
+        "noise_multiplier": SIGMA,
+        **options,
+    }
     torch.manual_seed(0)
     run = make(build().double(), DATA[kind](8), **options)
     truth = Truth(train(run, steps=2))
@@ -266,11 +353,19 @@ def test_weight_probes_are_unbiased_and_their_errors_true(build: Any, kind: str,
 
 
 def test_random_rows_for_empty_batches_belong_to_nobody() -> None:
-    run = trained("empty batches", dataset=data(30), rand_on_empty=True, noise_multiplier=SIGMA, amplification=None)
+    run = trained(
+        "empty batches",
+        dataset=data(30),
+        rand_on_empty=True,
+        noise_multiplier=SIGMA,
+        amplification=None,
+    )
     real = [len(begun.ids) > 0 for passes in run.passes for begun in passes]
     assert not all(real)
     for part in (run.passes, run.released):
         part[:] = [each for each, is_real in zip(part, real, strict=True) if is_real]
     truth = Truth(run)
     assert relative_error(run.engine.totals.get_trace().value, truth.trace) < 1e-6
-    assert torch.equal(run.engine.ledger.sums["participations"].cpu().double(), truth.participations)
+    assert torch.equal(
+        run.engine.ledger.sums["participations"].cpu().double(), truth.participations
+    )

@@ -27,7 +27,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_a_run_is_freed_when_nobody_holds_it(way: str, tmp_path: Path) -> None:
     def finished() -> dict[str, weakref.ref[Any]]:
         module, dataset = network(), data(24)
-        engine, _, model, optimizer, batches = make(dataset, module, criterion=nn.CrossEntropyLoss(), **OPTIONS[way])
+        engine, _, model, optimizer, batches = make(
+            dataset, module, criterion=nn.CrossEntropyLoss(), **OPTIONS[way]
+        )
         for x, y in batches:
             if way == "train_step":
                 engine.train_step(x, y)
@@ -45,8 +47,19 @@ def test_a_run_is_freed_when_nobody_holds_it(way: str, tmp_path: Path) -> None:
             engine.plis()
             engine.report(tmp_path / "report", delta=1e-5)
         training = engine._training
-        held = {"engine": engine, "model": model, "optimizer": optimizer, "loader": batches, "data": dataset}
-        held |= {"module": module, "run": training.run, "ledger": engine.ledger, "copy": training.replica.template}
+        held = {
+            "engine": engine,
+            "model": model,
+            "optimizer": optimizer,
+            "loader": batches,
+            "data": dataset,
+        }
+        held |= {
+            "module": module,
+            "run": training.run,
+            "ledger": engine.ledger,
+            "copy": training.replica.template,
+        }
         return {name: weakref.ref(part) for name, part in held.items()}
 
     parts = finished()

@@ -1,4 +1,6 @@
-"""The probes' intervals of a run's sums: they cover, and are no wider than what is known of all probes allows."""
+"""The probes' intervals of a run's sums: they cover, and are no wider than what is known of all
+probes allows.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ def run(
     rank: int, probes: int, *, steps: int = 12, rate: float = 1.0, unevenness: float = 0.5, known: float = 0.0,
     n: int = 3000, seed: int = 0,
 ) -> tuple[Leakage, Tensor]:  # fmt: skip
-    """Every example takes part in every step with a Fisher information of that rank; and the true traces.
+    """Every example takes part in every step with a Fisher information of that rank.
 
-    The traces of the steps are log-normal, the more uneven the fewer steps make up the sum. A part of each is known, so
-    many times what is sampled.
+    And the true traces.
+
+    The traces of the steps are log-normal, the more uneven the fewer steps make up the sum. A part
+    of each is known, so many times what is sampled.
     """
     source = torch.Generator().manual_seed(seed)
     ledger, rows, truth = Ledger(n, D), torch.arange(n), torch.zeros(n, dtype=torch.float64)
@@ -38,14 +42,20 @@ def run(
             total = RunningMoments(spread=2.0)
             for row in seen:
                 total.add(row.square().sum(dim=1))
-            measurement = Measurement({"trace": total.result(certain=known * trace)}, trace, None, None)
-            contribution = Contribution(rows, trace, additions=additions(measurement, rate, skipping=rate < 1))
+            measurement = Measurement(
+                {"trace": total.result(certain=known * trace)}, trace, None, None
+            )
+            contribution = Contribution(
+                rows, trace, additions=additions(measurement, rate, skipping=rate < 1)
+            )
         ledger.add(contribution)
     return Leakage(ledger, ExampleIds(n), Conditions(skipping=rate < 1)), truth
 
 
 def coverage(rank: int, probes: int, repeats: int = 1, **options: float) -> float:
-    """Of the traces, the MSE bounds and FIL at once: one number, since all three are one interval raised."""
+    """Of the traces, the MSE bounds and FIL at once: one number, since all three are one interval
+    raised.
+    """
     inside = []
     for seed in range(repeats):
         leakage, truth = run(rank, probes, seed=seed, **options)
@@ -63,7 +73,9 @@ def coverage(rank: int, probes: int, repeats: int = 1, **options: float) -> floa
 
 @pytest.mark.parametrize(("rank", "probes"), [(1, 1), (4, 1), (1, 2), (4, 2), (1, 8), (4, 8)])
 def test_intervals_cover_whatever_the_rank(rank: int, probes: int) -> None:
-    """Of a single probe, whose error is reported by its upper bound, more than they say where the rank is large."""
+    """Of a single probe, whose error is reported by its upper bound, more than they say where the
+    rank is large.
+    """
     covered = coverage(rank, probes)
     assert 0.92 <= covered <= (0.999 if probes == 1 else 0.985)
 
@@ -84,7 +96,9 @@ def test_intervals_cover_where_steps_are_skipped(probes: int, rate: float) -> No
 
 @pytest.mark.parametrize(("rank", "probes", "unevenness"), [(2, 1, 1.0), (4, 8, 1.0)])
 def test_far_out_in_the_tail_ends_still_cover(rank: int, probes: int, unevenness: float) -> None:
-    """As they must for many examples together: one in 1,000 upper ends of the trace may be too low, seldom more."""
+    """As they must for many examples together: one in 1,000 upper ends of the trace may be too low,
+    seldom more.
+    """
     leakage, truth = run(rank, probes, steps=40, unevenness=unevenness, n=20_000)
     high = leakage.get_trace().interval(1 - 2e-3, "probes")[1]
     assert float((truth > high).double().mean()) <= 3e-3
@@ -94,18 +108,23 @@ def test_no_limit_is_claimed_where_one_measurement_lacks_it() -> None:
     leakage, _ = run(2, 2, n=4)
     limit = leakage.get_trace().variance_limit
     assert bool(((limit > 0) & limit.isfinite()).all())
-    leakage.ledger.add(Contribution(torch.tensor([1]), torch.ones(1)))  # took part in a step that was skipped
+    # took part in a step that was skipped
+    leakage.ledger.add(Contribution(torch.tensor([1]), torch.ones(1)))
     trace = leakage.get_trace()
     assert trace.variance_limit.isinf().tolist() == [False, True, False, False]
-    by_spread = Estimate(trace.value, trace.standard_error, "estimate", trace.degrees_of_freedom, positive=True)
+    by_spread = Estimate(
+        trace.value, trace.standard_error, "estimate", trace.degrees_of_freedom, positive=True
+    )
     assert torch.equal(trace.interval(of="probes")[1][1], by_spread.interval()[1][1])
 
 
 @pytest.mark.parametrize(("rank", "probes", "unevenness"), [(1, 1, 1.0), (4, 8, 1.0)])
 def test_one_end_holds_for_all_examples_together(rank: int, probes: int, unevenness: float) -> None:
-    """Of many runs at most one in twenty has a true bound below it, and it is no worse than one example's own end.
+    """Of many runs at most one in twenty has a true bound below it, and it is no worse than one
+    example's own end.
 
-    Examples share nothing where no step is skipped: one run of 50 · 400 of them is cut into 50 runs.
+    Examples share nothing where no step is skipped: one run of 50 · 400 of them is cut into 50
+    runs.
     """
     together, truths = run(rank, probes, steps=40, unevenness=unevenness, n=50 * 400)
     wrong = []
@@ -118,4 +137,5 @@ def test_one_end_holds_for_all_examples_together(rank: int, probes: int, unevenn
         assert smallest == float(leakage.get_mse_bound().value.min())
         assert low < smallest
         wrong.append(bool((D / truths[rows]).min() < low))
-    assert sum(wrong) <= 6  # 2.5 are expected of the most exposed alone; more than 6 has a chance of 1 %
+    # 2.5 are expected of the most exposed alone; more than 6 has a chance of 1 %
+    assert sum(wrong) <= 6

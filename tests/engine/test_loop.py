@@ -1,7 +1,10 @@
-"""What people write around a training loop; what is refused, and changes nothing. Ledgers are in test_equivalence.py.
+"""What people write around a training loop.
 
-Inputs and outputs of every kind, accumulation, averaged and compiled models, optimizers, samplers, pausing; models and
-batches out of the ordinary are followed in all three ways of training, or refused.
+What is refused, and changes nothing. Ledgers are in test_equivalence.py.
+
+Inputs and outputs of every kind, accumulation, averaged and compiled models, optimizers, samplers,
+pausing; models and batches out of the ordinary are followed in all three ways of training, or
+refused.
 """
 
 from __future__ import annotations
@@ -31,7 +34,18 @@ from torch.utils.data import (
 from tests.cases import DEVICE, relative_error
 from tests.engine.loops import C, assert_same_run, data, loader, network
 from tests.engine.test_state import same
-from tests.engine.ways import LOSS, WAYS, Calling, examples, mlp, start, step, taken, trained, weights_of
+from tests.engine.ways import (
+    LOSS,
+    WAYS,
+    Calling,
+    examples,
+    mlp,
+    start,
+    step,
+    taken,
+    trained,
+    weights_of,
+)
 from torchfil import FILPrivacyEngine
 from torchfil.accounting.norms import NormHistory
 from torchfil.engine.executor import Executor
@@ -43,7 +57,10 @@ from torchfil.utils.errors import UnsupportedModuleError
 
 
 def begun(module: nn.Module | None = None, batches: Any = None, **options: Any) -> Any:
-    """The module, and what :func:`start` gives, with noise that can be repeated; batches of eight in order."""
+    """The module, and what :func:`start` gives, with noise that can be repeated.
+
+    Batches of eight in order.
+    """
     torch.manual_seed(1)
     module = module if module is not None else network()
     noise = torch.Generator(DEVICE).manual_seed(2)
@@ -61,7 +78,12 @@ def several(self: Any, x: Tensor) -> dict[str, Any]:
     """Outputs that are made from one another."""
     hidden = self.body(x).tanh()
     logits = self.head(hidden)
-    parts = {"logits": logits, "again": logits, "probabilities": logits.softmax(dim=1), "hidden": hidden * 1}
+    parts = {
+        "logits": logits,
+        "again": logits,
+        "probabilities": logits.softmax(dim=1),
+        "hidden": hidden * 1,
+    }
     return {**parts, "count": torch.arange(len(x)), "name": None, "size": 3}
 
 
@@ -96,11 +118,15 @@ def test_another_loss_of_one_of_several_outputs_is_refused(mode: str) -> None:
 Habit = Callable[[Any, FILPrivacyEngine, Any, Any, Tensor, Tensor], None]
 
 
-def plainly(_module: Any, engine: FILPrivacyEngine, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+def plainly(
+    _module: Any, engine: FILPrivacyEngine, model: Any, optimizer: Any, x: Tensor, y: Tensor
+) -> None:
     step(engine, model, optimizer, x, y)
 
 
-def after_other_passes(module: Any, _engine: Any, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
+def after_other_passes(
+    module: Any, _engine: Any, model: Any, optimizer: Any, x: Tensor, y: Tensor
+) -> None:
     model(x)  # in training mode, without a backward pass
     with torch.no_grad():
         assert torch.equal(model(x), module(x))
@@ -117,8 +143,12 @@ def after_other_passes(module: Any, _engine: Any, model: Any, optimizer: Any, x:
     optimizer.step()
 
 
-def after_refusals(module: Any, engine: FILPrivacyEngine, model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
-    """Of losses that are not the engine's, steps without a backward pass or with two, and batches of one's own."""
+def after_refusals(
+    module: Any, engine: FILPrivacyEngine, model: Any, optimizer: Any, x: Tensor, y: Tensor
+) -> None:
+    """Of losses that are not the engine's, steps without a backward pass or with two, and batches
+    of one's own.
+    """
     wrong: dict[str, Any] = {
         "0.weight": lambda out: [LOSS(out, y) + module[0].weight.square().sum()],
         "loss": lambda out: [F.cross_entropy(out, y, label_smoothing=0.1)],
@@ -150,7 +180,11 @@ def trained_by(habit: Habit, module: nn.Module | None = None) -> list[Tensor]:
     for _, (x, y) in zip(range(3), batches, strict=False):
         habit(module, engine, model, optimizer, x.to(DEVICE), y.to(DEVICE))
     assert engine.ledger.steps == 3
-    return [weights_of(module), torch.tensor(engine.accountant.history), *engine.ledger.sums.values()]
+    return [
+        weights_of(module),
+        torch.tensor(engine.accountant.history),
+        *engine.ledger.sums.values(),
+    ]
 
 
 HABITS = [after_other_passes, after_refusals]
@@ -158,7 +192,10 @@ HABITS = [after_other_passes, after_refusals]
 
 @pytest.mark.parametrize("habit", HABITS)
 def test_habits_that_change_nothing(habit: Habit) -> None:
-    assert all(torch.equal(one, other) for one, other in zip(trained_by(habit), trained_by(plainly), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(trained_by(habit), trained_by(plainly), strict=True)
+    )
 
 
 @pytest.mark.parametrize("mode", ["auto", "hooks"])
@@ -187,7 +224,10 @@ def test_pausing_and_detaching(way: str) -> None:
     batch = next(batches)
     with pytest.warns(UserWarning, match="paused"), engine.paused():
         step(engine, model, optimizer, *batch, way)
-    assert (int(engine.ledger.sums["missed"].sum()), engine.ledger.missed_steps) == (len(batch[0]), 1)
+    assert (int(engine.ledger.sums["missed"].sum()), engine.ledger.missed_steps) == (
+        len(batch[0]),
+        1,
+    )
     engine.detach()
     model(batch[0].to(DEVICE)).sum().backward()
     assert all(p.grad is not None for p in module.parameters())
@@ -205,7 +245,12 @@ def time_first(samples: list[Any]) -> Any:
 @pytest.mark.parametrize("time", [4, 5])  # five examples in a batch
 def test_outputs_with_the_examples_second_are_refused(time: int) -> None:
     dataset = TensorDataset(torch.randn(5, time, 3).double(), torch.randint(3, (5, time)))
-    options = {"batch": 5, "criterion": None, "batch_first": False, "loading": {"collate_fn": time_first}}
+    options = {
+        "batch": 5,
+        "criterion": None,
+        "batch_first": False,
+        "loading": {"collate_fn": time_first},
+    }
     parts = start(nn.Linear(3, 3).double(), dataset, "auto", **options)
     with pytest.raises((RuntimeError, ValueError), match="batch_first=False|alone"):
         trained(*parts, loss=lambda out, y: LOSS(out.flatten(0, 1), y.flatten()))
@@ -237,14 +282,22 @@ class TestAccumulation:
         with pytest.raises(ValueError, match=match):
             optimizer.step()
 
-    @pytest.mark.parametrize(("mode", "at_once"), [("auto", False), ("auto", True), ("hooks", False)])
+    @pytest.mark.parametrize(
+        ("mode", "at_once"), [("auto", False), ("auto", True), ("hooks", False)]
+    )
     def test_no_micro_batch_of_many_is_dropped(self, mode: str, at_once: bool) -> None:
-        """80 of two examples are one batch of 160, also if their losses are added up for one backward pass."""
+        """80 of two examples are one batch of 160, also if their losses are added up for one
+        backward pass.
+        """
         runs = []
         for size in (2, 160):
-            module, engine, model, optimizer, batches = begun(batches=loader(data(160), size), grad_sample_mode=mode)
+            module, engine, model, optimizer, batches = begun(
+                batches=loader(data(160), size), grad_sample_mode=mode
+            )
             optimizer.zero_grad()
-            losses = [LOSS(model(x.to(DEVICE)), y.to(DEVICE)) for x, y in batches] if at_once else []
+            losses = (
+                [LOSS(model(x.to(DEVICE)), y.to(DEVICE)) for x, y in batches] if at_once else []
+            )
             for batch in () if at_once else batches:
                 backward(model, batch)
             if at_once:
@@ -258,7 +311,12 @@ class TestAccumulation:
         found = []
         for steps, size in ((3, 16), (1, 48)):
             module = network()
-            target = {"target_epsilon": 4.0, "target_delta": 1e-3, "epochs": 2, "accumulation_steps": steps}
+            target = {
+                "target_epsilon": 4.0,
+                "target_delta": 1e-3,
+                "epochs": 2,
+                "accumulation_steps": steps,
+            }
             parts = (module, torch.optim.SGD(module.parameters(), lr=0.1), loader(data(48), size))
             made = FILPrivacyEngine().make_private_with_epsilon(*parts, **target, max_grad_norm=C)
             found.append(made[1].noise_multiplier)
@@ -279,7 +337,9 @@ def test_schedulers_see_every_step(way: str) -> None:
 
 
 def test_a_deep_copy_is_a_plain_model() -> None:
-    """As torch's averages have it: nothing of the run is copied, and passes over it are none of the run's."""
+    """As torch's averages have it: nothing of the run is copied, and passes over it are none of the
+    run's.
+    """
     module, engine, model, optimizer, batches = begun()
     average = AveragedModel(model)
     batch = next(iter(batches))
@@ -313,32 +373,46 @@ def test_a_grad_scaler_is_refused() -> None:
 
 
 def test_samplers() -> None:
-    """Poisson sampling would train on what a subset holds out; a sampler that it replaces is told."""
+    """Poisson sampling would train on what a subset holds out.
+
+    A sampler that it replaces is told.
+    """
     dataset = data(40)
     with pytest.raises(ValueError, match="Subset"):
-        begun(batches=DataLoader(dataset, sampler=SubsetRandomSampler(range(20))), poisson_sampling=True)
+        begun(
+            batches=DataLoader(dataset, sampler=SubsetRandomSampler(range(20))),
+            poisson_sampling=True,
+        )
     with pytest.warns(UserWarning, match="not used"):
         begun(batches=DataLoader(dataset, sampler=range(39, -1, -1)), poisson_sampling=True)
     sampler = WeightedRandomSampler([1.0] * 39 + [50.0], 8, replacement=False)
-    with pytest.warns(UserWarning, match="participation"):  # each counts; nothing is taken off for chance
+    # each counts; nothing is taken off for chance
+    with pytest.warns(UserWarning, match="participation"):
         engine = begun(batches=DataLoader(dataset, batch_size=8, sampler=sampler))[1]
     assert engine._training.run.options.amplification == NoAmplification()
 
 
-# ------------------------------------------------------------------ models and batches out of the ordinary
+# ----------------------------------------------------------- models and batches out of the ordinary
 
-PLAIN = {"noise_multiplier": 1e-9, "max_grad_norm": 1e3, "clip": "hard"}  # p.grad is that of plain training
+# p.grad is that of plain training
+PLAIN = {"noise_multiplier": 1e-9, "max_grad_norm": 1e3, "clip": "hard"}
 
 
 def changing() -> Any:
-    """Reads attributes that a schedule may change, counts its calls in a buffer, and keeps its last inputs."""
+    """Reads attributes that a schedule may change, counts its calls in a buffer, and keeps its last
+    inputs.
+    """
 
     def forward(self: Any, x: Tensor) -> Tensor:
         self.calls += 1
         self.last = x.detach().clone()
-        return torch.as_tensor(self.inner(x) * getattr(self, "scale", 1.0) * getattr(self, "extra", 1.0))
+        return torch.as_tensor(
+            self.inner(x) * getattr(self, "scale", 1.0) * getattr(self, "extra", 1.0)
+        )
 
-    return Calling(forward, inner=mlp(), scale=3.0, unused=None, last=0.0, calls=nn.Buffer(torch.zeros(())))
+    return Calling(
+        forward, inner=mlp(), scale=3.0, unused=None, last=0.0, calls=nn.Buffer(torch.zeros(()))
+    )
 
 
 def one_for_another(module: Any) -> None:
@@ -352,7 +426,11 @@ def test_attributes_that_change_are_followed(way: str) -> None:
     engine, model, optimizer, loader = start(module, examples(), way, **PLAIN)
     batches = iter(loader)
     step(engine, model, optimizer, *next(batches), way)
-    for change in (lambda it: setattr(it, "scale", 10.0), lambda it: delattr(it, "scale"), one_for_another):
+    for change in (
+        lambda it: setattr(it, "scale", 10.0),
+        lambda it: delattr(it, "scale"),
+        one_for_another,
+    ):
         change(module)
         change(same)
         module.last = 0.0
@@ -365,7 +443,9 @@ def test_attributes_that_change_are_followed(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("options", [{}, {"max_memory": 1}, {"estimator": "exact"}, {"norm_refresh": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"max_memory": 1}, {"estimator": "exact"}, {"norm_refresh": 2}], ids=str
+)
 def test_buffers_are_written_once_a_step(way: str, options: dict[str, Any]) -> None:
     if way == "auto" and "estimator" in options:
         pytest.skip("one pass serves weight probes alone")
@@ -384,12 +464,21 @@ def test_buffers_are_written_once_for_people_with_few_and_many_rows() -> None:
     assert taken(engine) == [1] * 7
 
 
-LATER: list[tuple[str, dict[str, Any]]] = [("train_step", {}), ("hooks", {}), ("auto", {"estimator": "exact"})]
+LATER: list[tuple[str, dict[str, Any]]] = [
+    ("train_step", {}),
+    ("hooks", {}),
+    ("auto", {"estimator": "exact"}),
+]
 
 
 @pytest.mark.parametrize(("way", "options"), LATER, ids=str)
-def test_a_forward_hook_that_comes_during_training_is_refused_at_once(way: str, options: dict[str, Any]) -> None:
-    """Where the loop's own pass is no part of the numbers; a look that is due later would come too late."""
+def test_a_forward_hook_that_comes_during_training_is_refused_at_once(
+    way: str, options: dict[str, Any]
+) -> None:
+    """Where the loop's own pass is no part of the numbers.
+
+    A look that is due later would come too late.
+    """
     module = mlp()
     engine, model, optimizer, loader = start(module, examples(), way, **options)
     batches = iter(loader)
@@ -412,12 +501,21 @@ def test_a_penalty_on_something_inside_the_model_is_refused_at_once() -> None:
     batches = iter(loader)
     step(engine, model, optimizer, *next(batches))
     with pytest.raises(RuntimeError, match="does not go through the model's output"):
-        step(engine, model, optimizer, *next(batches), loss=lambda out, y: LOSS(out, y) + module.hidden[-1].sum())
+        step(
+            engine,
+            model,
+            optimizer,
+            *next(batches),
+            loss=lambda out, y: LOSS(out, y) + module.hidden[-1].sum(),
+        )
     assert taken(engine) == [1] * 6 + [0] * 18
 
 
 def with_batch_norm() -> Any:
-    """Frozen and in eval mode it is taken; model.train() after a validation puts it back into training."""
+    """Frozen and in eval mode it is taken.
+
+    Model.train() after a validation puts it back into training.
+    """
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2))
     module[1].requires_grad_(False).eval()
     return module
@@ -466,7 +564,9 @@ def test_what_would_give_wrong_numbers_is_not_released(what: str, way: str) -> N
 def test_a_sum_is_not_released_twice(way: str, clear: bool) -> None:
     """model.zero_grad() does not reach the clipped sums, and a loop may clear nothing at all."""
     alike = torch.ones(24, 3), torch.ones(24, dtype=torch.long)
-    engine, model, optimizer, loader = start(mlp(), alike, way, max_grad_norm=0.1, noise_multiplier=1e-6)
+    engine, model, optimizer, loader = start(
+        mlp(), alike, way, max_grad_norm=0.1, noise_multiplier=1e-6
+    )
     norms = []
     for x, y in loader:
         if clear:
@@ -500,7 +600,9 @@ def test_train_step_refuses_a_batch_that_was_not_read_last(collate: Any) -> None
 @pytest.mark.parametrize("way", ["hooks", "train_step"])
 def test_a_batch_that_is_used_again_after_an_empty_one_is_refused(way: str) -> None:
     loading = {"generator": torch.Generator().manual_seed(0)}
-    engine, model, optimizer, loader = start(mlp(), examples(), way, batch=1, poisson_sampling=True, loading=loading)
+    engine, model, optimizer, loader = start(
+        mlp(), examples(), way, batch=1, poisson_sampling=True, loading=loading
+    )
     batches = iter(loader)
     last = tuple(next(batch for batch in batches if len(batch[1]) > 1))
     next(batch for batch in batches if len(batch[1]) == 0)
@@ -512,7 +614,9 @@ def test_a_batch_that_is_used_again_after_an_empty_one_is_refused(way: str) -> N
 def test_noise_that_changes_within_a_logical_batch_is_refused(way: str) -> None:
     engine, model, optimizer, loader = start(mlp(), examples(), way, batch=24)
     scheduler = ExponentialNoise(optimizer, gamma=0.5)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=12, optimizer=optimizer) as parts:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=12, optimizer=optimizer
+    ) as parts:
         batches = iter(parts)
         step(engine, model, optimizer, *next(batches), way)
         scheduler.step()
@@ -525,7 +629,11 @@ def test_weights_that_a_hook_computes_are_refused_and_the_remedy_works() -> None
         old = nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(3, 2)), nn.Tanh())
     with pytest.raises(UnsupportedModuleError, match="parametrizations"):
         start(old, examples(), "auto")
-    start(nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), nn.Tanh()), examples(), "auto")
+    start(
+        nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)), nn.Tanh()),
+        examples(),
+        "auto",
+    )
 
 
 # ------------------------------------------------------------------ Ctrl-C
@@ -561,7 +669,10 @@ def test_ctrl_c_before_the_update_undoes_the_step(place: str, way: str) -> None:
     before, weights = booked(engine), weights_of(module)
     x, y = next(iter(batches))
     cut, name, effect = STOPS[place]
-    with mock.patch.object(cut, name, autospec=True, side_effect=effect), pytest.raises(KeyboardInterrupt):
+    with (
+        mock.patch.object(cut, name, autospec=True, side_effect=effect),
+        pytest.raises(KeyboardInterrupt),
+    ):
         step(engine, model, optimizer, x, y, way)
     assert same(booked(engine), before)
     assert torch.equal(weights_of(module), weights)
@@ -580,7 +691,9 @@ def test_ctrl_c_before_the_update_undoes_the_step(place: str, way: str) -> None:
         (torch.optim.SGD, "step", MemoryError),
     ],
 )
-def test_a_booked_step_whose_update_was_cut_short_is_told(place: Any, name: str, error: type[BaseException]) -> None:
+def test_a_booked_step_whose_update_was_cut_short_is_told(
+    place: Any, name: str, error: type[BaseException]
+) -> None:
     engine, model, optimizer, batches = begun(poisson_sampling=True)[1:]
     trained(engine, model, optimizer, batches, steps=1)
     with mock.patch.object(place, name, side_effect=[error, None]), pytest.raises(error):

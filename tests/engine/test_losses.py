@@ -1,4 +1,6 @@
-"""The loop's loss: identified from the gradient at the output, checked at every step; means that mix examples.
+"""The loop's loss: identified from the gradient at the output, checked at every step.
+
+Means that mix examples.
 
 Models that compute their loss themselves: the loop goes back from that loss, and labels are inputs.
 """
@@ -33,22 +35,44 @@ STANDARD: list[tuple[str, Any, Tensor, int]] = [
     ("BCEWithLogitsLoss(reduction='sum')", partial(BCE, reduction="sum"), BITS, 1),
     ("MSELoss(reduction='mean')", F.mse_loss, NUMBERS, 2),
     ("MSELoss(reduction='sum')", partial(F.mse_loss, reduction="sum"), NUMBERS, 2),
-    ("MSELoss(reduction='sum')", lambda o, t: F.mse_loss(o, t, reduction="sum") / len(o), NUMBERS, 2),
-    ("BCEWithLogitsLoss(reduction='mean')", lambda o, t: BCE(o, t.unsqueeze(1).double()), BITS[:, 0].long(), 1),
+    (
+        "MSELoss(reduction='sum')",
+        lambda o, t: F.mse_loss(o, t, reduction="sum") / len(o),
+        NUMBERS,
+        2,
+    ),
+    (
+        "BCEWithLogitsLoss(reduction='mean')",
+        lambda o, t: BCE(o, t.unsqueeze(1).double()),
+        BITS[:, 0].long(),
+        1,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("name", "loss", "targets", "classes"), STANDARD)
-def test_standard_losses_are_identified(name: str, loss: Any, targets: Tensor, classes: int) -> None:
+def test_standard_losses_are_identified(
+    name: str, loss: Any, targets: Tensor, classes: int
+) -> None:
     reduction = "sum" if isinstance(loss, partial) else "mean"
-    parts = start(network(classes=classes), (X, targets), "auto", criterion=None, loss_reduction=reduction, lr=0.3)
+    parts = start(
+        network(classes=classes),
+        (X, targets),
+        "auto",
+        criterion=None,
+        loss_reduction=reduction,
+        lr=0.3,
+    )
     engine = trained(*parts, loss=loss)
     assert engine._training.run.loss.name == name
     assert engine.get_fil().value.max() > 0
 
 
 CLASSES = torch.tensor([1.0, 5.0, 0.2]).double().to(DEVICE)
-WEIGHTED, SMOOTHED = partial(F.cross_entropy, weight=CLASSES), partial(F.cross_entropy, label_smoothing=0.1)
+WEIGHTED, SMOOTHED = (
+    partial(F.cross_entropy, weight=CLASSES),
+    partial(F.cross_entropy, label_smoothing=0.1),
+)
 
 
 TWO_HEADS = Calling(lambda self, x: (self.one(x), self.two(x)), one=network(), two=network(seed=2))
@@ -72,13 +96,23 @@ def around(o: Tensor, t: Tensor) -> Tensor:
         ("2.5 times", lambda o, t: 2.5 * F.cross_entropy(o, t), {}),
         ("identified", nn.CrossEntropyLoss(weight=CLASSES), {}),
         ("mixes examples", WEIGHTED, {"criterion": WEIGHTED}),
-        ("'sum'", partial(F.cross_entropy, reduction="sum"), {"criterion": nn.CrossEntropyLoss(reduction="sum")}),
+        (
+            "'sum'",
+            partial(F.cross_entropy, reduction="sum"),
+            {"criterion": nn.CrossEntropyLoss(reduction="sum")},
+        ),
         ("criterion|differs", F.cross_entropy, {"criterion": nn.MSELoss()}),
-        ("2 outputs", lambda o, t: F.cross_entropy(o[0], t) + F.cross_entropy(o[1], t), {"module": TWO_HEADS}),
+        (
+            "2 outputs",
+            lambda o, t: F.cross_entropy(o[0], t) + F.cross_entropy(o[1], t),
+            {"module": TWO_HEADS},
+        ),
         ("output", around, {"module": Calling(remembering, first=network()[0], last=network()[2])}),
     ],
 )
-def test_what_is_not_the_engines_loss_is_refused(match: str, loss: Any, options: dict[str, Any]) -> None:
+def test_what_is_not_the_engines_loss_is_refused(
+    match: str, loss: Any, options: dict[str, Any]
+) -> None:
     """At the first step, which changes neither the weights nor the accounting."""
     options = {"criterion": None, "lr": 0.3, "module": network(), **options}
     module = copy.deepcopy(options.pop("module")).to(DEVICE)
@@ -109,7 +143,9 @@ def centred(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("criterion", [partial(F.cross_entropy, weight=CLASSES.float()), centred])
 def test_train_step_refuses_a_criterion_that_weights_examples_by_others(criterion: Any) -> None:
-    """On single examples the weights cancel: the model would be trained by another loss than was given."""
+    """On single examples the weights cancel: the model would be trained by another loss than was
+    given.
+    """
     engine, *_, loader = start(network().float(), (X.float(), Y), criterion=criterion)
     x, y = next(iter(loader))
     for _ in range(2):  # trying again does not help
@@ -139,11 +175,18 @@ def padded(first: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("criterion", [LOSS, lambda o, t: F.cross_entropy(o, t), None])
 @pytest.mark.parametrize("way", ["train_step", "auto"])
 def test_uneven_padding_counts_each_examples_own_mean(way: str, criterion: Any) -> None:
-    """A mean over a batch's tokens weights examples by others; what is trained is each example's own, told once."""
+    """A mean over a batch's tokens weights examples by others.
+
+    What is trained is each example's own, told once.
+    """
     if criterion is None and way == "train_step":
         pytest.skip("train_step needs a criterion")
     first = 7 if way == "auto" else 1  # a loop tells it in a later batch, too
-    truth = trained(*start(per_token(), padded(first), criterion=own_mean, seed=1), "train_step").get_fil().value
+    truth = (
+        trained(*start(per_token(), padded(first), criterion=own_mean, seed=1), "train_step")
+        .get_fil()
+        .value
+    )
     with pytest.warns(UserWarning, match="mean over all targets") as told:
         engine = trained(*start(per_token(), padded(first), way, criterion=criterion, seed=1), way)
     assert sum("mean over all targets" in str(warning.message) for warning in told) == 1
@@ -154,7 +197,10 @@ def test_uneven_padding_counts_each_examples_own_mean(way: str, criterion: Any) 
 @pytest.mark.parametrize("rate", [1.0, 0.01])
 @pytest.mark.parametrize("criterion", [None, lambda o, t: F.cross_entropy(o, t)])
 def test_hooks_take_no_uneven_padding(criterion: Any, rate: float) -> None:
-    """There the gradients of a batch's mean are Opacus's, and depend on other examples; measured or not."""
+    """There the gradients of a batch's mean are Opacus's, and depend on other examples.
+
+    Measured or not.
+    """
     engine, *parts = start(per_token(), padded(7), "hooks", criterion=criterion, fil_rate=rate)
     with pytest.raises(LossMismatchError, match="'auto'"):
         trained(engine, *parts)
@@ -210,12 +256,16 @@ def items(ignored: bool = False) -> list[dict[str, Tensor]]:
     return [{"x": row, "labels": own} for row, own in zip(x, labels, strict=True)]
 
 
-def by_itself(engine: Any, model: Any, optimizer: Any, loader: Any, way: str = "auto", loss: Any = None) -> Any:
+def by_itself(
+    engine: Any, model: Any, optimizer: Any, loader: Any, way: str = "auto", loss: Any = None
+) -> Any:
     """One pass; loss: of the outputs and labels, outside of the model."""
     for batch in loader:
         batch = {key: value.to(DEVICE) for key, value in batch.items()}
         if way == "train_step":
-            engine.train_step({"x": batch["x"]}, batch["labels"]) if loss else engine.train_step(batch)
+            engine.train_step({"x": batch["x"]}, batch["labels"]) if loss else engine.train_step(
+                batch
+            )
             continue
         optimizer.zero_grad()
         (loss(model(batch["x"]), batch["labels"]) if loss else model(**batch).loss).backward()
@@ -225,12 +275,18 @@ def by_itself(engine: Any, model: Any, optimizer: Any, loader: Any, way: str = "
 
 @pytest.mark.filterwarnings("ignore:the loss is a mean over all targets")
 @pytest.mark.parametrize("kind", ["next", "other"])
-@pytest.mark.parametrize(("way", "ignored"), [("auto", True), ("train_step", True), ("hooks", False)])
-def test_a_models_own_loss_gives_the_same_run_as_that_loss_written_down(way: str, kind: str, ignored: bool) -> None:
+@pytest.mark.parametrize(
+    ("way", "ignored"), [("auto", True), ("train_step", True), ("hooks", False)]
+)
+def test_a_models_own_loss_gives_the_same_run_as_that_loss_written_down(
+    way: str, kind: str, ignored: bool
+) -> None:
     def run(way: str, loss: Any) -> tuple[FILPrivacyEngine, nn.Module]:
         module, mode = of_tokens(kind), "hooks" if way == "hooks" else "auto"
         options = {"lr": 0.3, "seed": 3, "noise_generator": torch.Generator(DEVICE).manual_seed(5)}
-        return by_itself(*start(module, items(ignored), mode, criterion=loss, **options), way, loss), module
+        return by_itself(
+            *start(module, items(ignored), mode, criterion=loss, **options), way, loss
+        ), module
 
     assert_same_run(run(way, None), run("train_step", partial(loss_of_one, kind)), 1e-9)
 
@@ -258,15 +314,21 @@ def test_labels_that_change_the_outputs_stay_inputs(way: str) -> None:
     module = Reading(lambda _self, _x, logits, labels: loss_of("next", logits, labels))
     plain = copy.deepcopy(module).to(DEVICE)
     options: dict[str, Any] = {"criterion": None, "estimator": "exact", "amplification": None}
-    engine = by_itself(*start(module, items(), "hooks" if way == "hooks" else "auto", **options), way)
+    engine = by_itself(
+        *start(module, items(), "hooks" if way == "hooks" else "auto", **options), way
+    )
     batch: Any = {name: value.to(DEVICE) for name, value in default_collate(items()).items()}
     settings: Any = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
-    fim = reference.exact_fim(plain, lambda out, y: loss_of("next", out.logits, y), batch, batch["labels"], **settings)
+    fim = reference.exact_fim(
+        plain, lambda out, y: loss_of("next", out.logits, y), batch, batch["labels"], **settings
+    )
     assert relative_error(engine.totals.get_trace().value, torch.einsum("bii->b", fim)) < 1e-6
 
 
 def test_a_loss_of_the_logits_is_identified() -> None:
-    """Of an output with several tensors, by the one at which a gradient arrives, and labels shifted by one."""
+    """Of an output with several tensors, by the one at which a gradient arrives, and labels shifted
+    by one.
+    """
     parts = start(of_tokens("next"), items(), "auto", criterion=None)
     engine = by_itself(*parts, loss=lambda o, y: loss_of("next", o.logits, y))
     assert engine._training.run.loss.name == "CrossEntropyLoss(reduction='mean') of the next token"
@@ -282,7 +344,11 @@ ROWS = [{"x": x, "labels": y} for x, y in zip(X, Y, strict=True)]
 
 def with_term(term: str, **options: Any) -> tuple[Any, Any]:
     """Cross-entropy plus a term, as an auxiliary loss or AdaLoRA's penalty."""
-    module: Any = Own(lambda self, x, logits, y: F.cross_entropy(logits, y) + self.factor * TERMS[term](self.inner, x))
+    module: Any = Own(
+        lambda self, x, logits, y: (
+            F.cross_entropy(logits, y) + self.factor * TERMS[term](self.inner, x)
+        )
+    )
     return module, start(module, ROWS, "auto", batch=8, **{"criterion": None, **options})
 
 
@@ -299,12 +365,16 @@ def test_a_term_beside_the_outputs_is_trained_on_and_accounted_for(way: str, ter
         return F.cross_entropy(outputs[:, :3], y) + 2 * outputs[:, 3].mean()
 
     settings: Any = {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
-    fim = reference.exact_fim(Calling(forward, inner=network()), loss, X.to(DEVICE), Y.to(DEVICE), **settings)
+    fim = reference.exact_fim(
+        Calling(forward, inner=network()), loss, X.to(DEVICE), Y.to(DEVICE), **settings
+    )
     assert relative_error(engine.totals.get_trace().value, torch.einsum("bii->b", fim)) < 1e-6
 
 
 @pytest.mark.parametrize("way", ["auto", "train_step"])
-def test_a_term_that_is_added_during_training_is_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_term_that_is_added_during_training_is_refused(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torchfil.engine.forward._FORWARDS_BETWEEN_LOOKS", 8)
     module, parts = with_term("weights")
     module.factor = 0.0
@@ -317,12 +387,19 @@ def test_a_term_that_is_added_during_training_is_refused(way: str, monkeypatch: 
 
 def test_a_criterion_without_the_models_term_is_refused() -> None:
     with pytest.raises(LossMismatchError, match="another term"):
-        by_itself(*with_term("weights", criterion=lambda outputs, y: F.cross_entropy(outputs.logits, y))[1])
+        by_itself(
+            *with_term("weights", criterion=lambda outputs, y: F.cross_entropy(outputs.logits, y))[
+                1
+            ]
+        )
 
 
 def pairs(self: Any, x: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
     """SigLIP's: each row's view against every row's label."""
-    views = nn.functional.normalize(logits, dim=-1) @ nn.functional.normalize(F.one_hot(labels, 3).to(x), dim=-1).mT
+    views = (
+        nn.functional.normalize(logits, dim=-1)
+        @ nn.functional.normalize(F.one_hot(labels, 3).to(x), dim=-1).mT
+    )
     return -F.logsigmoid((4 * views - 1) * (2 * torch.eye(len(x)).to(x) - 1)).sum(dim=-1).mean()
 
 
@@ -336,8 +413,12 @@ class LossAlone(Own):
 def test_a_models_own_loss_that_mixes_examples_is_refused(way: str, kind: Any) -> None:
     module = kind(pairs)
     before = [value.clone() for value in module.parameters()]
-    engine, *parts = start(module, ROWS, "hooks" if way == "hooks" else "auto", batch=8, criterion=None, lr=0.3)
-    with pytest.raises(LossMismatchError, match="own loss mixes the examples of a batch.*CLIP.*criterion="):
+    engine, *parts = start(
+        module, ROWS, "hooks" if way == "hooks" else "auto", batch=8, criterion=None, lr=0.3
+    )
+    with pytest.raises(
+        LossMismatchError, match="own loss mixes the examples of a batch.*CLIP.*criterion="
+    ):
         by_itself(engine, *parts, way)
     assert engine.ledger is None
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), before, strict=True))
@@ -346,21 +427,34 @@ def test_a_models_own_loss_that_mixes_examples_is_refused(way: str, kind: Any) -
 def uneven(self: Any, x: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
     """A mean with a weight for each example, and a term that does not go through the logits."""
     weights = x[:, 0].exp()
-    losses = F.cross_entropy(logits, labels, reduction="none") + self.inner[:2](x).square().sum(dim=1)
+    losses = F.cross_entropy(logits, labels, reduction="none") + self.inner[:2](x).square().sum(
+        dim=1
+    )
     return (weights * losses).sum() / weights.sum()
 
 
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("way", ["auto", "train_step"])
-def test_a_models_own_loss_that_weights_examples_is_told_and_trained_without_weights(way: str, drops: bool) -> None:
+def test_a_models_own_loss_that_weights_examples_is_told_and_trained_without_weights(
+    way: str, drops: bool
+) -> None:
     def own(kind: Any) -> Any:
         module = Own(kind)
         module.inner.insert(2, nn.Dropout(0.5 if drops else 0.0))
         torch.manual_seed(3)  # of the masks
-        return start(module, ROWS, "auto", batch=8, criterion=None, estimator="exact", amplification="none")
+        return start(
+            module, ROWS, "auto", batch=8, criterion=None, estimator="exact", amplification="none"
+        )
 
-    with pytest.warns(UserWarning, match="the model weights examples by others of the batch") as told:
+    with pytest.warns(
+        UserWarning, match="the model weights examples by others of the batch"
+    ) as told:
         engine = by_itself(*own(uneven), way)
     assert sum("own loss on this batch" in str(warning.message) for warning in told) == 1
-    even = by_itself(*own(lambda self, x, o, y: F.cross_entropy(o, y) + self.inner[:2](x).square().sum(1).mean()), way)
+    even = by_itself(
+        *own(
+            lambda self, x, o, y: F.cross_entropy(o, y) + self.inner[:2](x).square().sum(1).mean()
+        ),
+        way,
+    )
     assert relative_error(engine.totals.get_trace().value, even.totals.get_trace().value) < 1e-9

@@ -1,4 +1,7 @@
-"""Averages over runs, and several runs saved as one: of repetitions only; what releasing all of them would mean."""
+"""Averages over runs, and several runs saved as one: of repetitions only.
+
+What releasing all of them would mean.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +54,15 @@ def test_mean_run_to_run_error_and_who_was_never_drawn(repeated: list[FILPrivacy
     alone = FILPrivacyEngine.merge(repeated[:1])
     assert torch.equal(alone.get_fil().value, repeated[0].get_fil().value)
     assert alone.get_fil().kind == "exact"
-    assert alone.leakage()["sampling_error"].tolist() == repeated[0].leakage()["sampling_error"].tolist()
+    assert (
+        alone.leakage()["sampling_error"].tolist()
+        == repeated[0].leakage()["sampling_error"].tolist()
+    )
 
 
-FIRST, OTHER = (Private(coordinates=torch.tensor([True, *rest])) for rest in ((False, True), (True, False)))
+FIRST, OTHER = (
+    Private(coordinates=torch.tensor([True, *rest])) for rest in ((False, True), (True, False))
+)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +98,16 @@ def test_an_example_that_was_not_measured_has_no_bound_to_violate() -> None:
     for source in (engine, FILPrivacyEngine.merge([engine])):
         assert source.was_measured().tolist() == (drawn > 0).tolist()
         violated = torchfil.compare_with_bounds(source, attack).violated
-        assert violated.tolist() == (drawn >= 5).tolist()  # fewer do not tell how far one run is off
+        # fewer do not tell how far one run is off
+        assert violated.tolist() == (drawn >= 5).tolist()
     assert 0 < violated.sum() < 24
 
 
 def test_runs_that_are_saved_as_one(repeated: list[FILPrivacyEngine], tmp_path: Path) -> None:
     """ε of all is that of one training three times as long; η̄ of all is √3 times the mean's."""
-    run = load(FILPrivacyEngine.save_merged(repeated, tmp_path / "run.parquet", delta=DELTA, title="three"))
+    run = load(
+        FILPrivacyEngine.save_merged(repeated, tmp_path / "run.parquet", delta=DELTA, title="three")
+    )
     columns = FILPrivacyEngine.merge(repeated).arrays()
     for name in ("fil", "mse_bound", "mse_bound_low", "fil_error"):
         assert np.array_equal(run.columns[name], columns[name])
@@ -113,4 +124,6 @@ def test_runs_that_are_saved_as_one(repeated: list[FILPrivacyEngine], tmp_path: 
     assert run.about["epsilon"] == pytest.approx(repeated[0].get_epsilon(DELTA))
     assert len(repeated[0].accountant.history) == 1, "the run's own accountant is left as it was"
     assert any("means over 3 runs" in note for note in notes(run))
-    assert "Several runs together" in write_report(run, tmp_path / "public", redacted=True).read_text()
+    assert (
+        "Several runs together" in write_report(run, tmp_path / "public", redacted=True).read_text()
+    )

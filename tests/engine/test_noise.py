@@ -1,4 +1,6 @@
-"""Noise and Poisson draws: no two releases share them, no file gives them away, and seeding is said aloud."""
+"""Noise and Poisson draws: no two releases share them, no file gives them away, and seeding is said
+aloud.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,23 @@ def private(
     x, y = torch.randn(N, 8, generator=generator), torch.randint(2, (N,), generator=generator)
     module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)).to(DEVICE)
     engine = FILPrivacyEngine(secure_mode=secure, noise_seed=noise_seed)
-    loader = DataLoader(dataset or TensorDataset(x, y), BATCH, generator=torch.Generator().manual_seed(4))
-    options = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "criterion": nn.CrossEntropyLoss(), **options}
-    return engine, *engine.make_private(module, optimizer(module.parameters(), lr=lr), loader, **options)
+    loader = DataLoader(
+        dataset or TensorDataset(x, y), BATCH, generator=torch.Generator().manual_seed(4)
+    )
+    options = {
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 1.0,
+        "criterion": nn.CrossEntropyLoss(),
+        **options,
+    }
+    return engine, *engine.make_private(
+        module, optimizer(module.parameters(), lr=lr), loader, **options
+    )
 
 
-def releases(made: Any, steps: int = 2, way: str = "loop", batches: Any = None) -> list[tuple[Tensor, list[int]]]:
+def releases(
+    made: Any, steps: int = 2, way: str = "loop", batches: Any = None
+) -> list[tuple[Tensor, list[int]]]:
     """The noise and the drawn examples of so many steps."""
     engine, model, optimizer, loader = made
     found, real = [], optimizer.add_noise
@@ -69,11 +82,14 @@ def releases(made: Any, steps: int = 2, way: str = "loop", batches: Any = None) 
 
 
 def check_all_differ(runs: list[list[tuple[Tensor, list[int]]]]) -> None:
-    """No two releases of any of the runs have noise in common, nor do two runs make the same draws."""
+    """No two releases of any of the runs have noise in common, nor do two runs make the same
+    draws.
+    """
     noises = torch.stack([noise for run in runs for noise, _ in run])
     assert noises.std().item() == pytest.approx(1.0, abs=0.1)
     alike = torch.corrcoef(noises) - torch.eye(len(noises))
-    assert alike.abs().max() < 0.6  # 178 numbers each: six standard deviations of independent noise are 0.45
+    # 178 numbers each: six standard deviations of independent noise are 0.45
+    assert alike.abs().max() < 0.6
     draws = [tuple(map(tuple, (drawn for _, drawn in run))) for run in runs]
     assert len(set(draws)) == len(draws)
 
@@ -95,17 +111,27 @@ def unlike(*drawn: Tensor) -> bool:
 
 
 class TestNothingIsRepeated:
-    @pytest.mark.parametrize("options", [{}, {"grad_sample_mode": "hooks"}, {"secure": True}, PER_LAYER], ids=str)
+    @pytest.mark.parametrize(
+        "options", [{}, {"grad_sample_mode": "hooks"}, {"secure": True}, PER_LAYER], ids=str
+    )
     def test_a_script_with_a_seed_run_again(self, options: dict[str, Any]) -> None:
-        check_all_differ([releases(private(**options), way=way) for way in ("loop", "loop", "train_step")])
+        check_all_differ(
+            [releases(private(**options), way=way) for way in ("loop", "loop", "train_step")]
+        )
 
     @pytest.mark.parametrize("kind", ["run.pt", "folder/"])
     def test_runs_that_resume_from_one_checkpoint(self, tmp_path: Path, kind: str) -> None:
-        """Which was taken in the middle of a pass; in this process, and in one that seeds itself anew."""
+        """Which was taken in the middle of a pass.
+
+        In this process, and in one that seeds itself anew.
+        """
         made = private()
         batches = iter(made[3])
         before, path = releases(made, 1, batches=batches), saved(made, f"{tmp_path}/{kind}")
-        after = [releases(made, 1, batches=batches), *(releases(resumed(path), 1) for _ in range(2))]
+        after = [
+            releases(made, 1, batches=batches),
+            *(releases(resumed(path), 1) for _ in range(2)),
+        ]
         runs = [before, *after, releases(resumed(path, lr=0.1), 1)]
         if DEVICE == "cpu":
             runs += _in_a_fork(lambda: [releases(private(), 1), releases(resumed(path), 1)])
@@ -121,7 +147,13 @@ class TestNothingIsRepeated:
     @pytest.mark.parametrize("secure", [False, True])
     def test_forked_processes(self, secure: bool) -> None:
         made = private(secure=secure)
-        check_all_differ([releases(made), *(_in_a_fork(lambda: releases(made)) for _ in range(2)), releases(made)])
+        check_all_differ(
+            [
+                releases(made),
+                *(_in_a_fork(lambda: releases(made)) for _ in range(2)),
+                releases(made),
+            ]
+        )
 
 
 def _in_a_fork(work: Callable[[], Any]) -> Any:
@@ -152,7 +184,10 @@ class TestNothingIsGivenAway:
             source = torch.Generator()
             source.set_state(state)
             assert unlike(
-                noise, torch.cat([torch.empty(p.numel()).normal_(generator=source) for p in made[1].parameters()])
+                noise,
+                torch.cat(
+                    [torch.empty(p.numel()).normal_(generator=source) for p in made[1].parameters()]
+                ),
             )
 
     def test_torchs_own_generator_neither_rules_nor_advances(self) -> None:
@@ -163,21 +198,28 @@ class TestNothingIsGivenAway:
 
     def test_all_of_the_mersenne_twisters_state_is_random(self) -> None:
         states = [NoiseSource().generator(torch.device("cpu")) for _ in range(20)]
-        words = torch.stack([each.get_state()[24 : 24 + 8 * 624].view(torch.int64) for each in states])
+        words = torch.stack(
+            [each.get_state()[24 : 24 + 8 * 624].view(torch.int64) for each in states]
+        )
         assert words.flatten().unique().numel() > 0.999 * words.numel()
         assert 0 <= int(words.min()) <= int(words.max()) < 2**32
-        by_seed = torch.stack([torch.Generator().manual_seed(each.initial_seed()).get_state() for each in states])
+        by_seed = torch.stack(
+            [torch.Generator().manual_seed(each.initial_seed()).get_state() for each in states]
+        )
         assert not (by_seed[:, 24 : 24 + 8 * 624].view(torch.int64) == words).any()
 
 
 class TestDistributions:
-    @pytest.mark.parametrize("source", [NoiseSource(), Secure(), Seeded(seed=1)], ids=lambda source: source.kind)
+    @pytest.mark.parametrize(
+        "source", [NoiseSource(), Secure(), Seeded(seed=1)], ids=lambda source: source.kind
+    )
     def test_noise_is_normal_and_draws_are_uniform(self, source: NoiseSource) -> None:
         for dtype in (torch.float32, torch.float64):
             noise = source.normal_(torch.empty(100, 999, dtype=dtype), 2.5).flatten()
             assert stats.kstest(noise.numpy() / 2.5, "norm").pvalue > 1e-6
             assert abs(float(torch.corrcoef(torch.stack([noise[:-1], noise[1:]]))[0, 1])) < 0.02
-            halves = noise[: len(noise) // 2 * 2].view(2, -1)  # made from the same pairs in secure mode
+            # made from the same pairs in secure mode
+            halves = noise[: len(noise) // 2 * 2].view(2, -1)
             assert abs(float(torch.corrcoef(halves.abs())[0, 1])) < 0.03
         assert stats.kstest(source.uniform(100_000).numpy(), "uniform").pvalue > 1e-6
 
@@ -198,10 +240,15 @@ class TestSeeding:
         path = saved(made, tmp_path / "run.pt")
         runs += [releases(made, 3), releases(resumed(path, noise_seed=7), 3)]
         for one, other in (runs[:2], runs[2:]):
-            assert all(torch.equal(a, b) and drawn == same for (a, drawn), (b, same) in zip(one, other, strict=True))
+            assert all(
+                torch.equal(a, b) and drawn == same
+                for (a, drawn), (b, same) in zip(one, other, strict=True)
+            )
         check_all_differ([runs[0], runs[2], releases(private(noise_seed=8), 3)])
 
-    def test_it_is_logged_and_recorded(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def test_it_is_logged_and_recorded(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         caplog.set_level(logging.INFO, "torchfil")
         engines = []
         for options, kind in (
@@ -211,7 +258,8 @@ class TestSeeding:
             ({"noise_generator": torch.Generator(DEVICE).manual_seed(3)}, "seeded"),
         ):
             caplog.clear()
-            made = private(max_grad_norm=0.01, **options)  # all are clipped, and few ε need be computed
+            # all are clipped, and few ε need be computed
+            made = private(max_grad_norm=0.01, **options)
             assert kind in caplog.text
             assert ("subtract the noise" in caplog.text) is (kind == "seeded")
             releases(made)
@@ -220,13 +268,17 @@ class TestSeeding:
             assert run.about["mechanism"]["noise"] == kind
             assert "seed" not in run.about
             assert run.about["probe_seed"] not in (torch.initial_seed(), 0)
-        path = FILPrivacyEngine.save_merged([engines[0], engines[2]], tmp_path / "run.parquet", delta=1e-4)
+        path = FILPrivacyEngine.save_merged(
+            [engines[0], engines[2]], tmp_path / "run.parquet", delta=1e-4
+        )
         assert load(path).about["mechanism"]["noise"] == "seeded"
 
     def test_seeded_ranks_draw_differently(self) -> None:
         def of_generators(rank: int) -> NoiseSource:
             """In processes that were seeded alike."""
-            return noise_source(noise=torch.Generator(), draws=torch.Generator().manual_seed(3), rank=rank)
+            return noise_source(
+                noise=torch.Generator(), draws=torch.Generator().manual_seed(3), rank=rank
+            )
 
         for source in (lambda rank: noise_source(seed=1, rank=rank), of_generators):
             assert not torch.equal(*(source(rank).uniform(100) for rank in range(2)))
@@ -255,11 +307,15 @@ def test_other_runs_are_not_resumed_and_nothing_changes(tmp_path: Path) -> None:
     releases(made)
     path = saved(made, tmp_path / "run.pt")
     for noun, options in OTHERS.items():
-        other = private(**{name: value() if name == "dataset" else value for name, value in options.items()})
+        other = private(
+            **{name: value() if name == "dataset" else value for name, value in options.items()}
+        )
         before = copy.deepcopy(other[1].state_dict())
         with pytest.raises(ValueError, match=noun):
             other[0].load_checkpoint(path=path, module=other[1], optimizer=other[2])
-        assert all(torch.equal(value, before[name]) for name, value in other[1].state_dict().items())
+        assert all(
+            torch.equal(value, before[name]) for name, value in other[1].state_dict().items()
+        )
         assert not other[0].accountant.history
         releases(other)  # it goes on as the new run that it is
     augmented = Views(lambda _, y: (torch.randn(8), y % 2))  # other values at every reading

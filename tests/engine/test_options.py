@@ -1,6 +1,9 @@
-"""What the options of make_private do, as in Opacus where it has them; what they refuse is in test_refusals.py.
+"""What the options of make_private do, as in Opacus where it has them.
 
-Ghost clipping, clipping="per_layer" and seeded noise release what Opacus releases; ledgers are in test_equivalence.py.
+What they refuse is in test_refusals.py.
+
+Ghost clipping, clipping="per_layer" and seeded noise release what Opacus releases; ledgers are in
+test_equivalence.py.
 """
 
 from __future__ import annotations
@@ -25,16 +28,30 @@ GHOST: dict[str, Any] = {"grad_sample_mode": "ghost", "criterion": LOSS}
 GHOST |= {"noise_multiplier": SIGMA, "max_grad_norm": 0.2}
 SUM = {"loss_reduction": "sum", "criterion": nn.CrossEntropyLoss(reduction="sum")}
 LIMITS = [0.2, 0.05, 0.3, 0.1]
-PER_LAYER: dict[str, Any] = {"noise_multiplier": SIGMA, "max_grad_norm": LIMITS, "clipping": "per_layer"}
-TARGET: dict[str, Any] = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 2, "epsilon_tolerance": 0.2}
+PER_LAYER: dict[str, Any] = {
+    "noise_multiplier": SIGMA,
+    "max_grad_norm": LIMITS,
+    "clipping": "per_layer",
+}
+TARGET: dict[str, Any] = {
+    "target_epsilon": 3.0,
+    "target_delta": 1e-3,
+    "epochs": 2,
+    "epsilon_tolerance": 0.2,
+}
 
 
 def private(engine: Any = None, module: Any = None, batches: Any = None, **options: Any) -> Any:
     module = network() if module is None else module
     given = {"optimizer": torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.5), **options}
-    given |= {"noise_generator": torch.Generator(DEVICE).manual_seed(7), "data_loader": batches or loader(data(24))}
+    given |= {
+        "noise_generator": torch.Generator(DEVICE).manual_seed(7),
+        "data_loader": batches or loader(data(24)),
+    }
     engine = engine or FILPrivacyEngine()
-    return (engine.make_private_with_epsilon if "epochs" in options else engine.make_private)(module=module, **given)
+    return (engine.make_private_with_epsilon if "epochs" in options else engine.make_private)(
+        module=module, **given
+    )
 
 
 def train(model: Any, optimizer: Any, criterion: Any, batches: Any, steps: int = 6) -> list[float]:
@@ -49,16 +66,25 @@ def train(model: Any, optimizer: Any, criterion: Any, batches: Any, steps: int =
 
 
 def by_token(criterion: Any) -> Any:
-    """An example's loss is the mean over those of its tokens that count, as Opacus is called for it."""
-    return lambda logits, targets: criterion(logits.view(-1, 5), targets.view(-1), shape=logits.shape)
+    """An example's loss is the mean over those of its tokens that count, as Opacus is called for
+    it.
+    """
+    return lambda logits, targets: criterion(
+        logits.view(-1, 5), targets.view(-1), shape=logits.shape
+    )
 
 
 def tokens() -> tuple[nn.Module, TensorDataset]:
     generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(48, 6, 3, generator=generator).double(), torch.randint(5, (48, 6), generator=generator)
+    x, y = (
+        torch.randn(48, 6, 3, generator=generator).double(),
+        torch.randint(5, (48, 6), generator=generator),
+    )
     y[torch.rand(48, 6, generator=generator) < 0.3] = -100
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)).double().to(DEVICE), TensorDataset(x, y)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5)).double().to(
+        DEVICE
+    ), TensorDataset(x, y)
 
 
 @pytest.mark.parametrize(
@@ -68,18 +94,28 @@ def tokens() -> tuple[nn.Module, TensorDataset]:
         (GHOST, {}, "physical batches"),
         (GHOST, {}, "tokens"),
         ({**GHOST, **SUM}, {}, None),
-        *((PER_LAYER, {"clip": "hard", "grad_sample_mode": mode}, None) for mode in ("auto", "hooks", "functorch")),
+        *(
+            (PER_LAYER, {"clip": "hard", "grad_sample_mode": mode}, None)
+            for mode in ("auto", "hooks", "functorch")
+        ),
     ],
 )
 def test_training_is_opacus_own(options: Any, ours: Any, how: str | None) -> None:
-    """The same noise, batches, weights and steps; Opacus adds 1e-6 to the norms that it divides by."""
+    """The same noise, batches, weights and steps.
+
+    Opacus adds 1e-6 to the norms that it divides by.
+    """
     runs = []
     for engine, more in ((PrivacyEngine(accountant="rdp"), {}), (FILPrivacyEngine(), ours)):
         module, dataset = tokens() if how == "tokens" else (network(), data(48))
-        model, optimizer, *given, batches = private(engine, module, loader(dataset), **options, **more)
+        model, optimizer, *given, batches = private(
+            engine, module, loader(dataset), **options, **more
+        )
         criterion = given[0] if given else LOSS
         with physical_batches(batches, optimizer, 3 if how == "physical batches" else None) as cut:
-            losses = train(model, optimizer, by_token(criterion) if how == "tokens" else criterion, cut)
+            losses = train(
+                model, optimizer, by_token(criterion) if how == "tokens" else criterion, cut
+            )
         runs.append((weights_of(module), losses, engine))
     (theirs, their_losses, opacus), (ours, our_losses, engine) = runs
     assert relative_error(ours, theirs) < 1e-5
@@ -99,7 +135,11 @@ def test_frozen_parameters_have_no_threshold_and_groups_their_own_order() -> Non
     module = network()
     module[0].bias.requires_grad_(False)
     groups = [{"params": module[2].parameters()}, {"params": module[0].parameters()}]
-    options = {"max_grad_norm": [0.3, 0.2, 0.1], "clipping": "per_layer", "optimizer": torch.optim.SGD(groups, lr=0.1)}
+    options = {
+        "max_grad_norm": [0.3, 0.2, 0.1],
+        "clipping": "per_layer",
+        "optimizer": torch.optim.SGD(groups, lr=0.1),
+    }
     engine = trained(*start(module, data(12), "auto", **options), loss=LOSS)
     total = math.hypot(0.3, 0.2, 0.1)
     expected = {"0.weight": 0.1 / total, "2.weight": 0.3 / total, "2.bias": 0.2 / total}
@@ -108,7 +148,10 @@ def test_frozen_parameters_have_no_threshold_and_groups_their_own_order() -> Non
 
 @pytest.mark.parametrize(("rate", "steps"), [({}, 6), ({"sample_rate": 0.35}, 4)])
 def test_the_target_is_spent_with_opacus_noise(rate: dict[str, float], steps: int) -> None:
-    """Also at a rate that is given, whose passes have ⌊1/q⌋ steps; the accounting is told how many epochs there are."""
+    """Also at a rate that is given, whose passes have ⌊1/q⌋ steps.
+
+    The accounting is told how many epochs there are.
+    """
     engine = FILPrivacyEngine()
     _, optimizer, batches = private(engine, criterion=LOSS, num_probes=5, **rate, **TARGET)
     for _ in range(2):
@@ -124,10 +167,14 @@ def test_the_target_is_spent_with_opacus_noise(rate: dict[str, float], steps: in
 
 
 class TestPublicSizes:
-    """With q and the divisor given, a step's scale does not tell how many examples there are (opacus#571, #819)."""
+    """With q and the divisor given, a step's scale does not tell how many examples there are
+    (opacus#571, #819).
+    """
 
     def scale(self, n: int, **options: Any) -> tuple[float, Any]:
-        """The spread of a step's released gradient over 20,000 weights, and the settings of the run."""
+        """The spread of a step's released gradient over 20,000 weights, and the settings of the
+        run.
+        """
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(20, 900), nn.Tanh(), nn.Linear(900, 2))
         examples = TensorDataset(torch.randn(n, 20), torch.randint(2, (n,)))
@@ -136,7 +183,12 @@ class TestPublicSizes:
         _, optimizer, batches = private(engine, module, loader(examples, 100), **options)
         engine.train_step(*next(iter(batches)))
         released = torch.cat([p.grad.flatten() for p in module.parameters()])
-        told = len(batches), optimizer.expected_batch_size, engine.accountant.history, batches.sample_rate
+        told = (
+            len(batches),
+            optimizer.expected_batch_size,
+            engine.accountant.history,
+            batches.sample_rate,
+        )
         return float(released.std()), told
 
     def test_the_scale_is_that_of_the_given_sizes(self) -> None:
@@ -160,29 +212,49 @@ class Louder:
 
 @pytest.mark.parametrize(
     ("way", "amplification", "clip"),
-    [("auto", Louder(), "smooth"), ("hooks", Louder(), "quartic"), ("train_step", "poisson", "quartic")],
+    [
+        ("auto", Louder(), "smooth"),
+        ("hooks", Louder(), "quartic"),
+        ("train_step", "poisson", "quartic"),
+    ],
 )
 def test_clips_of_ones_own_and_amplifications_follow_schedulers(
     way: str, amplification: Any, clip: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clipping, "_REGISTRY", dict(clipping._REGISTRY))
     clipping.register_clip("quartic", lambda t: (1 + t**4) ** 0.25)
-    options = {"noise_multiplier": 0.9, "max_grad_norm": 0.5, "amplification": amplification, "clip": clip}
+    options = {
+        "noise_multiplier": 0.9,
+        "max_grad_norm": 0.5,
+        "amplification": amplification,
+        "clip": clip,
+    }
     options |= {"criterion": LOSS, "grad_sample_mode": "hooks" if way == "hooks" else "auto"}
     run = make(network(), data(24), batch_size=8, **options)
-    schedulers = ExponentialNoise(run.optimizer, gamma=0.7), ExponentialGradClip(run.optimizer, gamma=0.95)
+    schedulers = (
+        ExponentialNoise(run.optimizer, gamma=0.7),
+        ExponentialGradClip(run.optimizer, gamma=0.95),
+    )
     expected = torch.zeros(24, dtype=torch.float64)
     for k, batch in enumerate(run.private):
         run.options |= {"noise_multiplier": 0.9 * 0.7**k, "max_grad_norm": 0.5 * 0.95**k}
         run.options["amplification"] = "poisson" if amplification == "poisson" else "none"
-        run.passes, run.released = [[take(run, batch, way)]], [torch.zeros_like(weights_of(run.module))]
+        run.passes, run.released = (
+            [[take(run, batch, way)]],
+            [torch.zeros_like(weights_of(run.module))],
+        )
         kappa = 1.0
         if amplification != "poisson":
-            kappa = amplification.factors(torch.ones(1), 1 / 3, run.options["noise_multiplier"])[0].item()
+            kappa = amplification.factors(torch.ones(1), 1 / 3, run.options["noise_multiplier"])[
+                0
+            ].item()
         expected += kappa * Truth(run).trace
         for scheduler in schedulers:
             scheduler.step()
     assert relative_error(run.engine.totals.get_trace().value, expected) < 1e-6
     history = run.engine.accountant.history
     assert [noise for noise, *_ in history] == pytest.approx([0.9 * 0.7**k for k in range(3)])
-    assert run.engine.get_individual_epsilon(delta=1e-5).value.max() <= run.engine.get_epsilon(1e-5) + 1e-9
+    assert (
+        run.engine.get_individual_epsilon(delta=1e-5).value.max()
+        <= run.engine.get_epsilon(1e-5) + 1e-9
+    )

@@ -1,4 +1,7 @@
-"""A pass that runs out of memory is repeated in smaller pieces: the same draws, noise and numbers; said once."""
+"""A pass that runs out of memory is repeated in smaller pieces: the same draws, noise and numbers.
+
+Said once.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ from torchfil.questions import Label
 WAYS: dict[str, dict[str, Any]] = {
     "recorded": {},
     "train_step": {},
-    "dropout": {"module": nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.4), nn.Linear(6, 3))},
+    "dropout": {
+        "module": nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.4), nn.Linear(6, 3))
+    },
     "exact": {"estimator": "exact", "questions": {"label": Label(3)}},
     "few anew": {"extra_probes": 4},
     "per layer": {"clipping": "per_layer", "max_grad_norm": [0.05] * 4},
@@ -32,7 +37,12 @@ SLOW = pytest.mark.slow
 
 
 def begun(way: str = "recorded", **more: Any) -> Run:
-    options = {"noise_multiplier": 0.9, "max_grad_norm": 0.1, "estimator": "weight-probes", "amplification": None}
+    options = {
+        "noise_multiplier": 0.9,
+        "max_grad_norm": 0.1,
+        "estimator": "weight-probes",
+        "amplification": None,
+    }
     options |= {"criterion": nn.CrossEntropyLoss(), **WAYS[way], **more}
     module = copy.deepcopy(options.pop("module", network())).double()
     return make(module, data(60), batch_size=16, **options)
@@ -89,7 +99,9 @@ class Hungry(nn.Module):
 @pytest.mark.parametrize("way", ["recorded", "hooks"])
 @pytest.mark.parametrize("own", [False, True])
 def test_a_step_without_memory_is_not_taken_and_can_be_repeated(way: str, own: bool) -> None:
-    """Not even one example fits, or the user's own pass fails: with memory again, it is as if nothing had been."""
+    """Not even one example fits, or the user's own pass fails: with memory again, it is as if
+    nothing had been.
+    """
     layer = Hungry() if own else nn.Identity()
     module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), layer, nn.Linear(6, 3))
     run, whole = (begun(way, module=module) for _ in range(2))
@@ -98,7 +110,10 @@ def test_a_step_without_memory_is_not_taken_and_can_be_repeated(way: str, own: b
     batch, before = next(batches), state_of(run)
     if own:
         run.module[2].fails = True
-    with contextlib.nullcontext() if own else room_for(0), pytest.raises(torch.OutOfMemoryError) as refused:
+    with (
+        contextlib.nullcontext() if own else room_for(0),
+        pytest.raises(torch.OutOfMemoryError) as refused,
+    ):
         take(run, batch)
     assert own or "step was not taken" in str(refused.value)
     assert same(state_of(run), before)

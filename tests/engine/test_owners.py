@@ -1,4 +1,7 @@
-"""People with several rows: a person's gradient is clipped once; the ledger is that of brute force over its rows."""
+"""People with several rows: a person's gradient is clipped once.
+
+The ledger is that of brute force over its rows.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ from torchfil.fisher import reference
 from torchfil.fisher.mechanism import step_divergence
 from torchfil.questions import Absent, Change, Label
 
-OWNERS = torch.tensor([3, 1, 1, 0, 3, 2, 1, 4, 1, 0, 5, 1, 1, 3])  # six people, with one to six rows
+# six people, with one to six rows
+OWNERS = torch.tensor([3, 1, 1, 0, 3, 2, 1, 4, 1, 0, 5, 1, 1, 3])
 SHARED = [0, 3]  # columns that are the same in all rows of a person
 QUESTIONS = {
     "member": Absent(),
@@ -34,12 +38,16 @@ def visits() -> TensorDataset:
     """Rows of five numbers; two of them belong to the person."""
     x, y = data(len(OWNERS)).tensors
     x = x.clone()
-    x[:, SHARED] = torch.randn(6, 2, generator=torch.Generator().manual_seed(1), dtype=x.dtype)[OWNERS]
+    x[:, SHARED] = torch.randn(6, 2, generator=torch.Generator().manual_seed(1), dtype=x.dtype)[
+        OWNERS
+    ]
     return TensorDataset(x, y)
 
 
 class Truth:
-    """Sums over a run by jacrev of a person's clipped gradient, in float64; persons in the order of their first rows.
+    """Sums over a run by jacrev of a person's clipped gradient, in float64.
+
+    Persons in the order of their first rows.
 
     Attributes:
         fim: [persons, d, d], with room for six rows of each, then what they share.
@@ -55,7 +63,10 @@ class Truth:
         d, s, q = room * len(own) + (5 - len(own)), run.noise_std, run.private.sample_rate
         q = q if run.options.get("amplification") is None and q is not None else None
         self.fim = torch.zeros(len(keys), d, d).double()
-        self.divergences = {name: torch.zeros(len(keys), len(ask.answers)).double() for name, ask in QUESTIONS.items()}
+        self.divergences = {
+            name: torch.zeros(len(keys), len(ask.answers)).double()
+            for name, ask in QUESTIONS.items()
+        }
         self.sums, self.seen = list[Tensor](), [set[int]() for _ in keys]
         clip, limit = get_clip(DEFAULT_CLIP), run.options["max_grad_norm"]
         weights = run.options.get("clip_weights", torch.ones(len(keys)))
@@ -64,7 +75,9 @@ class Truth:
             total = torch.zeros_like(released)
             for begun in passes:
                 for person in dict.fromkeys(OWNERS[begun.ids].tolist()):
-                    chosen = [place for place, row in enumerate(begun.ids) if int(OWNERS[row]) == person]
+                    chosen = [
+                        place for place, row in enumerate(begun.ids) if int(OWNERS[row]) == person
+                    ]
                     k, rows = keys.index(person), (person == OWNERS).nonzero().flatten().tolist()
                     numbers = [rows.index(begun.ids[place]) for place in chosen]
                     self.seen[k] |= set(numbers)
@@ -72,16 +85,24 @@ class Truth:
 
                     def clipped(x: Tensor, y: Tensor, k: int = k, begun: Any = begun) -> Tensor:
                         def loss(parameters: dict[str, Tensor]) -> Tensor:
-                            return F.cross_entropy(functional_call(run.plain, parameters, (x,)), y, reduction=reduction)
+                            return F.cross_entropy(
+                                functional_call(run.plain, parameters, (x,)), y, reduction=reduction
+                            )
 
-                        g = torch.cat([part.flatten() for part in grad(loss)(begun.weights).values()])
+                        g = torch.cat(
+                            [part.flatten() for part in grad(loss)(begun.weights).values()]
+                        )
                         return float(weights[k]) * g / clip.c(g.norm() / clip.threshold(limit))
 
                     def placed(z: Tensor, x: Tensor = x, numbers: Any = numbers) -> Tensor:
                         by_row = z[: room * len(own)].reshape(room, len(own))
                         x = x.index_copy(1, torch.tensor(own, device=x.device), by_row[numbers])
                         common = z[room * len(own) :].expand(len(x), -1)
-                        return x.index_copy(1, torch.tensor(SHARED, device=x.device), common) if shared else x
+                        return (
+                            x.index_copy(1, torch.tensor(SHARED, device=x.device), common)
+                            if shared
+                            else x
+                        )
 
                     z = torch.zeros(d, dtype=x.dtype, device=x.device)
                     z[: room * len(own)].reshape(room, len(own))[numbers] = x[:, own]
@@ -93,18 +114,28 @@ class Truth:
                         others = {name: ask.alternatives(x, y) for name, ask in QUESTIONS.items()}
                         moved = {
                             name: [
-                                torch.zeros_like(g) if each is None else clipped(each.inputs, each.targets)
+                                torch.zeros_like(g)
+                                if each is None
+                                else clipped(each.inputs, each.targets)
                                 for each in of
                             ]
                             for name, of in others.items()
                         }
                     one = jacobian[None], g[None]
-                    fim = one[0].mT @ one[0] / s**2 if q is None else reference.poisson_fim(*one, s, q)
+                    fim = (
+                        one[0].mT @ one[0] / s**2
+                        if q is None
+                        else reference.poisson_fim(*one, s, q)
+                    )
                     self.fim[k] += fim[0].detach().cpu()
                     for name, alternatives in moved.items():
                         for answer, v in enumerate(alternatives):
-                            products = [(a * b).sum()[None] / s**2 for a, b in ((g, g), (v, v), (g, v))]
-                            self.divergences[name][k, answer] += (step_divergence(*products, q) / (q or 1)).item()
+                            products = [
+                                (a * b).sum()[None] / s**2 for a, b in ((g, g), (v, v), (g, v))
+                            ]
+                            self.divergences[name][k, answer] += (
+                                step_divergence(*products, q) / (q or 1)
+                            ).item()
                     total += g
             self.sums.append(total)
 
@@ -113,21 +144,42 @@ RUNS: list[Any] = [
     ({}, {}, "auto"),
     ({"criterion": LOSS}, {}, "train_step"),
     ({"rows_per_owner": 2}, {}, "auto"),
-    ({"row_reduction": "sum", "clip_weights": torch.linspace(0.3, 1, 6).double()}, {"physical": 2}, "auto"),
+    (
+        {"row_reduction": "sum", "clip_weights": torch.linspace(0.3, 1, 6).double()},
+        {"physical": 2},
+        "auto",
+    ),
     ({"private": Private(shared={0: SHARED}), "criterion": LOSS}, {}, "train_step"),
     ({"private": Private(shared={0: SHARED}), "rows_per_owner": 3}, {"physical": 1}, "auto"),
     ({"poisson_sampling": False}, {}, "auto"),
     ({"accumulation_steps": 2, "rows_per_owner": 2}, {"every": 2}, "auto"),
-    ({"grad_sample_mode": "ghost", "clip": DEFAULT_CLIP, "loading": {"num_workers": 2}}, {}, "auto"),
+    (
+        {"grad_sample_mode": "ghost", "clip": DEFAULT_CLIP, "loading": {"num_workers": 2}},
+        {},
+        "auto",
+    ),
     # rows of a person, a few at a time
-    pytest.param({"private": Private(shared={0: SHARED}), "max_memory": 4096}, {}, "auto", marks=pytest.mark.slow),
+    pytest.param(
+        {"private": Private(shared={0: SHARED}), "max_memory": 4096},
+        {},
+        "auto",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("options", "how", "way"), RUNS)
 def test_the_ledger_is_the_truth(options: dict[str, Any], how: dict[str, Any], way: str) -> None:
-    given = {"noise_multiplier": 0.9, "amplification": None, "track": ("fim",), "questions": QUESTIONS, **options}
-    run = train(make(network(), visits(), batch_size=7, owner_of=OWNERS, **given), steps=4, way=way, **how)
+    given = {
+        "noise_multiplier": 0.9,
+        "amplification": None,
+        "track": ("fim",),
+        "questions": QUESTIONS,
+        **options,
+    }
+    run = train(
+        make(network(), visits(), batch_size=7, owner_of=OWNERS, **given), steps=4, way=way, **how
+    )
     shared, engine = "private" in options, run.engine
     truth = Truth(run, shared, options.get("row_reduction", "mean"))
     assert_released(run, truth.sums)
@@ -136,13 +188,24 @@ def test_the_ledger_is_the_truth(options: dict[str, Any], how: dict[str, Any], w
     ledger = engine.ledger
     assert ledger is not None
     assert relative_error(ledger.sums["fim"], truth.fim) < 5e-6
-    own = torch.tensor([len(seen) * (3 if shared else 5) + 2 * (shared and bool(seen)) for seen in truth.seen])
+    own = torch.tensor(
+        [len(seen) * (3 if shared else 5) + 2 * (shared and bool(seen)) for seen in truth.seen]
+    )
     assert torch.equal(ledger.sums["num_coordinates"].cpu().long(), own)
     trace = truth.fim.diagonal(dim1=1, dim2=2).sum(dim=1)
     assert relative_error(engine.get_fil().value, (trace / own.clamp(min=1)).sqrt()) < 5e-6
-    by_row = truth.fim.diagonal(dim1=1, dim2=2)[:, : 6 * (3 if shared else 5)].unflatten(1, (6, -1)).mean(dim=2).sqrt()
-    people = torch.tensor([list(dict.fromkeys(OWNERS.tolist())).index(owner) for owner in OWNERS.tolist()])
-    numbers = torch.tensor([int((OWNERS[:row] == owner).sum()) for row, owner in enumerate(OWNERS.tolist())])
+    by_row = (
+        truth.fim.diagonal(dim1=1, dim2=2)[:, : 6 * (3 if shared else 5)]
+        .unflatten(1, (6, -1))
+        .mean(dim=2)
+        .sqrt()
+    )
+    people = torch.tensor(
+        [list(dict.fromkeys(OWNERS.tolist())).index(owner) for owner in OWNERS.tolist()]
+    )
+    numbers = torch.tensor(
+        [int((OWNERS[:row] == owner).sum()) for row, owner in enumerate(OWNERS.tolist())]
+    )
     assert relative_error(engine.get_fil(by="row").value, by_row[people, numbers]) < 5e-6
     for name, divergences in truth.divergences.items():
         value = engine.get_guess(name).divergence.value.reshape(divergences.shape)
@@ -175,10 +238,20 @@ def test_rows_that_should_share_and_do_not() -> None:
 
 
 def test_divergences_are_those_of_simulated_transcripts() -> None:
-    """With constant weights D is the mean log likelihood ratio: a person absent, and all of its rows changed."""
+    """With constant weights D is the mean log likelihood ratio: a person absent, and all of its
+    rows changed.
+    """
     q, steps, s, count = 0.5, 6, 0.9 * 0.5, 40_000
-    options = {"noise_multiplier": 0.9, "amplification": None, "sample_rate": q, "learning_rate": 0.0, "clip": "hard"}
-    run = train(make(network(), visits(), owner_of=OWNERS, questions=QUESTIONS, **options), steps=40)
+    options = {
+        "noise_multiplier": 0.9,
+        "amplification": None,
+        "sample_rate": q,
+        "learning_rate": 0.0,
+        "clip": "hard",
+    }
+    run = train(
+        make(network(), visits(), owner_of=OWNERS, questions=QUESTIONS, **options), steps=40
+    )
     person, drawn = 1, OWNERS.eq(1)  # six rows
     x, y = (part[drawn].to(DEVICE) for part in visits().tensors)
 
@@ -191,7 +264,9 @@ def test_divergences_are_those_of_simulated_transcripts() -> None:
     generator = torch.Generator(DEVICE).manual_seed(0)
     u = clipped(x) / s
     takes_part = torch.rand(count, steps, 1, generator=generator, device=DEVICE) < q
-    released = takes_part * u + torch.randn(count, steps, len(u), generator=generator, dtype=u.dtype, device=DEVICE)
+    released = takes_part * u + torch.randn(
+        count, steps, len(u), generator=generator, dtype=u.dtype, device=DEVICE
+    )
 
     def log_density(v: Tensor) -> Tensor:  # relative to the noise alone
         return torch.log(1 - q + q * (released @ v - v.square().sum() / 2).exp()).sum(dim=1)
@@ -199,5 +274,7 @@ def test_divergences_are_those_of_simulated_transcripts() -> None:
     participations = run.engine.ledger.sums["participations"][person]
     for name, v in (("member", torch.zeros_like(u)), ("darker", clipped(0.5 * x) / s)):
         ratios = log_density(u) - log_density(v)
-        step = run.engine.get_guess(name).divergence.value[person].item() / float(participations) * q
+        step = (
+            run.engine.get_guess(name).divergence.value[person].item() / float(participations) * q
+        )
         assert abs(steps * step - float(ratios.mean())) < 3 * float(ratios.std()) / count**0.5, name

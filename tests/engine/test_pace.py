@@ -1,4 +1,6 @@
-"""``rel_error`` and ``extra_probes``: targets are met at a price, error bars stay true, sums unbiased."""
+"""``rel_error`` and ``extra_probes``: targets are met at a price, error bars stay true, sums
+unbiased.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +25,38 @@ from torchfil.fisher.batch import Measurement
 from torchfil.fisher.results import Estimate
 
 
-def test_the_choice_spends_just_what_is_allowed_and_probes_come_where_skipping_nothing_is_not_enough() -> None:
-    """After the remaining passes at the chosen k and π, the relative variance is the target's square."""
+def test_the_choice_spends_just_what_is_allowed_and_probes_come_where_skipping_nothing_is_not_enough() -> (
+    None
+):
+    """After the remaining passes at the chosen k and π, the relative variance is the target's
+    square.
+    """
     spread = 0.16
-    for target, m, remaining, error in ((0.05, 40.0, 60.0, 0.06), (0.1, 1.0, 30.0, 0.3), (0.1, 100.0, 30.0, 0.1)):
+    for target, m, remaining, error in (
+        (0.05, 40.0, 60.0, 0.06),
+        (0.1, 1.0, 30.0, 0.3),
+        (0.1, 100.0, 30.0, 0.1),
+    ):
         for trend in (1.0, 0.5):
             probes, rate = choose(target, error**2, m, remaining, spread, trend)
             assert rate < 1
             added = trend**2 * remaining * ((1 + spread / probes) / rate - 1)
-            assert (error**2 * m**2 + added) / (m + trend * remaining) ** 2 == pytest.approx(target**2)
-    assert choose(0.05, 0.0, 1.0, 999.0, 0.16) == (2, pytest.approx((1 + 0.08) / (1 + 0.0025 * 1000**2 / 999)))
+            assert (error**2 * m**2 + added) / (m + trend * remaining) ** 2 == pytest.approx(
+                target**2
+            )
+    assert choose(0.05, 0.0, 1.0, 999.0, 0.16) == (
+        2,
+        pytest.approx((1 + 0.08) / (1 + 0.0025 * 1000**2 / 999)),
+    )
     probes, rate = choose(0.05, 0.08, 1.0, 19.0, 0.16)
     assert probes == 4
     assert 0.95 < rate < 1
 
 
 class Simulated:
-    """A run of equal examples whose Fisher information per step is known, with log-normal probes."""
+    """A run of equal examples whose Fisher information per step is known, with log-normal
+    probes.
+    """
 
     def __init__(self, target: float, epochs: float | None, seed: int, *, unevenness: float = 0.0):
         passes, spread = 40, 0.16
@@ -52,18 +69,24 @@ class Simulated:
         for taken in range(1, int(passes / self.share) + 1):
             rows = (torch.rand(self.n, generator=generator) < self.share).nonzero().flatten()
             x = scale[rows] * (0.3 + torch.exp(torch.tensor(-3.0 * taken * self.share / passes)))
-            x = x * torch.exp(unevenness * torch.randn(len(rows), generator=generator, dtype=torch.float64))
+            x = x * torch.exp(
+                unevenness * torch.randn(len(rows), generator=generator, dtype=torch.float64)
+            )
             self.truth[rows] += x
             contribution = Contribution(rows, x)
             if float(torch.rand((), generator=generator)) < self.pace.rate and len(rows):
                 k, rate = self.pace.num_probes, self.pace.rate
                 self.probes_used += k
                 width = torch.tensor(1 + spread).log().sqrt()
-                noise = torch.exp(width * torch.randn(k, len(rows), generator=generator) - width**2 / 2)
+                noise = torch.exp(
+                    width * torch.randn(k, len(rows), generator=generator) - width**2 / 2
+                )
                 samples = x * noise
                 error = samples.std(dim=0) / k**0.5
                 estimate = Estimate(samples.mean(dim=0), error, "estimate", k - 1.0)
-                added = additions(Measurement({"trace": estimate}, x, None, None), rate, skipping=rate < 1)
+                added = additions(
+                    Measurement({"trace": estimate}, x, None, None), rate, skipping=rate < 1
+                )
                 contribution = Contribution(rows, x, additions=added)
             ledger.add(contribution)
             self.pace.note([contribution])
@@ -80,7 +103,11 @@ simulated = cache(Simulated)
 
 @pytest.mark.parametrize(
     ("target", "epochs"),
-    [(0.1, 40), (0.1, None), *(pytest.param(target, 40, marks=pytest.mark.slow) for target in (0.05, 0.2))],
+    [
+        (0.1, 40),
+        (0.1, None),
+        *(pytest.param(target, 40, marks=pytest.mark.slow) for target in (0.05, 0.2)),
+    ],
 )
 def test_target_bias_and_coverage(target: float, epochs: float | None) -> None:
     runs = [simulated(target, epochs, seed) for seed in range(6)]
@@ -90,13 +117,16 @@ def test_target_bias_and_coverage(target: float, epochs: float | None) -> None:
     by_run = ratio.mean(dim=1)  # the examples of a batch share their luck
     assert abs(float(by_run.mean())) < 4 * float(by_run.std()) / len(runs) ** 0.5 + 1e-12
     low, high = zip(*(run.trace.interval(0.95, "probes") for run in runs), strict=True)
-    inside = [(a <= run.truth) & (run.truth <= b) for a, b, run in zip(low, high, runs, strict=True)]
+    inside = [
+        (a <= run.truth) & (run.truth <= b) for a, b, run in zip(low, high, runs, strict=True)
+    ]
     assert 0.90 <= float(torch.stack(inside).double().mean()) <= 0.99
 
 
 def start(seed: int = 0, n: int = 93, batch: int = 8, **options: Any) -> Any:
     torch.manual_seed(0)
-    module = nn.Linear(5, 3).double().to(DEVICE)  # many steps are taken, and the pace does not depend on the model
+    # many steps are taken, and the pace does not depend on the model
+    module = nn.Linear(5, 3).double().to(DEVICE)
     engine, noise = FILPrivacyEngine(), torch.Generator(device=DEVICE).manual_seed(5)
     options = grouped(criterion=nn.CrossEntropyLoss(), noise_generator=noise, seed=seed, **options)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -115,12 +145,17 @@ def go_on(made: Any, epochs: int, *, whole: bool = True) -> FILPrivacyEngine:
 
 
 def test_in_the_engine_the_sums_stay_unbiased() -> None:
-    """The training does not depend on what is measured, so all runs share one truth; nor does it matter who steps."""
+    """The training does not depend on what is measured, so all runs share one truth.
+
+    Nor does it matter who steps.
+    """
     truth = go_on(start(estimator="exact"), 6).get_fil().value.square()
     engines = [go_on(start(seed, rel_error=0.2, epochs=6), 6) for seed in range(4)]
     assert any(engine._training.run.pace.rate < 0.7 for engine in engines)
     drawn = truth > 0
-    ratio = torch.stack([engine.get_fil().value.square()[drawn] / truth[drawn] for engine in engines])
+    ratio = torch.stack(
+        [engine.get_fil().value.square()[drawn] / truth[drawn] for engine in engines]
+    )
     by_run = ratio.mean(dim=1)
     assert abs(float(by_run.mean()) - 1) < 4 * float(by_run.std()) / len(engines) ** 0.5
     table = engines[0].leakage()
@@ -146,13 +181,19 @@ def test_a_run_that_is_stopped_between_two_looks_resumes_bit_for_bit(tmp_path: P
     assert (pace.rate, pace.spread) == (run.pace.rate, run.pace.spread)
 
 
-# ------------------------------------------------------------------ more probes for the few that count
+# --------------------------------------------------------------- more probes for the few that count
 
 
 def frozen_run(seed: int, steps: int = 80, **options: Any) -> FILPrivacyEngine:
     """The same batches at the same weights (lr = 0), other probes."""
     torch.manual_seed(0)
-    given = {"noise_multiplier": SIGMA, "max_grad_norm": C, "poisson_sampling": True, "seed": seed, **options}
+    given = {
+        "noise_multiplier": SIGMA,
+        "max_grad_norm": C,
+        "poisson_sampling": True,
+        "seed": seed,
+        **options,
+    }
     engine, *_, private = ways.start(network(), loader(data(24), 12), "auto", **given)
     while True:
         for batch in private:
@@ -171,13 +212,16 @@ def test_few_are_measured_anew_after_the_first_passes() -> None:
     exact = frozen_run(0, 52, estimator="exact").totals.get_trace()
     assert torch.allclose(late.totals.get_trace().value.sum(), exact.value.sum(), rtol=0.2)
     added = late.ledger.sums["participations"].sum() - drawn.sum()
-    assert int(added) > 2 * (52 - 32)  # more examples than the two of a batch that are measured anew
+    # more examples than the two of a batch that are measured anew
+    assert int(added) > 2 * (52 - 32)
     low, high = late.totals.get_trace().interval(0.999, "probes")
     assert bool(((low <= exact.value) & (exact.value <= high)).all())
 
 
 def test_every_measurement_of_physical_batches_adds_up() -> None:
-    sums = train(data(40), steps=44, physical=5, batch_size=20, num_probes=1, extra_probes=3).engine.totals.ledger.sums
+    sums = train(
+        data(40), steps=44, physical=5, batch_size=20, num_probes=1, extra_probes=3
+    ).engine.totals.ledger.sums
     assert torch.equal(sums["trace_measured"], sums["participations"].double())
     assert bool(sums["trace"].isfinite().all())
 

@@ -1,4 +1,6 @@
-"""A forward that was set on a module, and calls the one before, trains as the same model written as a class."""
+"""A forward that was set on a module, and calls the one before, trains as the same model written as
+a class.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,10 @@ def wrapped(model: Any) -> Any:
 
 def by_globals(model: Any) -> Any:
     names = {"before": model[0].forward, "factor": FACTOR}
-    exec("def scaled(x):\n    return before(x) * factor\ndef forward(x):\n    return scaled(x)", names)
+    exec(
+        "def scaled(x):\n    return before(x) * factor\ndef forward(x):\n    return scaled(x)",
+        names,
+    )
     return names["forward"]
 
 
@@ -67,7 +72,9 @@ PATCHES = {
     "closure": closure,
     "method": method,
     "functools.wraps": wrapped,
-    "functools.partial": lambda model: partial(lambda before, x: before(x) * FACTOR, model[0].forward),
+    "functools.partial": lambda model: partial(
+        lambda before, x: before(x) * FACTOR, model[0].forward
+    ),
     "default": lambda model: lambda x, before=model[0].forward: before(x) * FACTOR,
     "object": lambda model: Called(model[0].forward),
     "globals": by_globals,
@@ -89,7 +96,9 @@ def written() -> nn.Sequential:
 
 
 def trained(module: nn.Module) -> tuple[FILPrivacyEngine, nn.Module]:
-    run = train(data(40), steps=6, module=module, noise_generator=torch.Generator(DEVICE).manual_seed(7))
+    run = train(
+        data(40), steps=6, module=module, noise_generator=torch.Generator(DEVICE).manual_seed(7)
+    )
     return run.engine, module
 
 
@@ -110,10 +119,15 @@ def holds_it_deep(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("patch", [holds_a_parameter, holds_it_deep])
-def test_what_the_copy_cannot_follow_is_refused_before_training(patch: Callable[[Any], Any]) -> None:
+def test_what_the_copy_cannot_follow_is_refused_before_training(
+    patch: Callable[[Any], Any],
+) -> None:
     module, engine = patched(patch), FILPrivacyEngine()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
-    with pytest.raises(UnsupportedModuleError, match=r"reaches 0.weight, 0.bias other than.*types.MethodType\(lambda"):
+    with pytest.raises(
+        UnsupportedModuleError,
+        match=r"reaches 0.weight, 0.bias other than.*types.MethodType\(lambda",
+    ):
         engine.make_private(module, optimizer, loader(data(40)), noise_multiplier=1.0)
     remedy = types.MethodType(lambda self, x: type(self).forward(self, x) * FACTOR, module[0])
     module[0].forward = remedy  # type: ignore[method-assign]
@@ -124,14 +138,18 @@ def test_an_input_unlike_the_loops_is_refused_at_the_first_step() -> None:
     """The loop adds a dimension, so make_private cannot run the model on the batch."""
     module = nn.Sequential(nn.Conv1d(5, 6, 1), nn.Flatten(), nn.Linear(6, 3)).double()
     before = [module[0].forward]
-    module[0].forward = lambda x: before[0](x.squeeze(-1).unsqueeze(-1)) if x.ndim == 3 else x.no_such  # type: ignore
+    module[0].forward = lambda x: (
+        before[0](x.squeeze(-1).unsqueeze(-1)) if x.ndim == 3 else x.no_such
+    )  # type: ignore
     engine, optimizer = FILPrivacyEngine(), torch.optim.SGD(module.parameters(), lr=0.3)
     model, private_optimizer, private = engine.make_private(
         module, optimizer, loader(data(40)), noise_multiplier=1.0, poisson_sampling=False
     )
     weights = [value.clone() for value in module.parameters()]
     x, y = next(iter(private))
-    with pytest.raises(UnsupportedModuleError, match="reaches 0.weight, 0.bias other than through its own modules"):
+    with pytest.raises(
+        UnsupportedModuleError, match="reaches 0.weight, 0.bias other than through its own modules"
+    ):
         F.cross_entropy(model(x.unsqueeze(-1)), y).backward()
         private_optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), weights, strict=True))

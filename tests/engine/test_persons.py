@@ -1,4 +1,6 @@
-"""Runs whose unit is the row, read by person: divergences, Fisher information and ε of all rows of a person."""
+"""Runs whose unit is the row, read by person: divergences, Fisher information and ε of all rows of
+a person.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ SIGMA = 0.9
 
 
 def by_row(**options: Any) -> Run:
-    given = {"noise_multiplier": SIGMA, "questions": QUESTIONS, "owner_of": OWNERS, "unit": "row", **options}
+    given = {
+        "noise_multiplier": SIGMA,
+        "questions": QUESTIONS,
+        "owner_of": OWNERS,
+        "unit": "row",
+        **options,
+    }
     return make(network(), visits(), batch_size=7, **given)
 
 
@@ -59,10 +67,15 @@ def test_divergences_of_persons(poisson: bool, how: dict[str, Any]) -> None:
         for k, key in enumerate(KEYS):
             if drawn[key == OWNERS].any():
                 own = last[key == OWNERS] if poisson else (last * drawn)[key == OWNERS]
-                want[k] += absence_divergence(own[None], q).item() / (1 - (1 - q) ** len(own) if q else 1)
+                want[k] += absence_divergence(own[None], q).item() / (
+                    1 - (1 - q) ** len(own) if q else 1
+                )
         true += apart.square().sum(dim=1) / 2
 
-    guess, alone = engine.get_guess("member", by="owner"), engine.get_guess("member").divergence.value.cpu()
+    guess, alone = (
+        engine.get_guess("member", by="owner"),
+        engine.get_guess("member").divergence.value.cpu(),
+    )
     torch.testing.assert_close(guess.divergence.value, want, rtol=1e-6, atol=1e-12)
     assert guess.divergence.kind == "estimate"
     assert guess.largest == torch.inf
@@ -75,7 +88,9 @@ def test_divergences_of_persons(poisson: bool, how: dict[str, Any]) -> None:
 
 
 def test_a_change_in_all_rows_is_not_read() -> None:
-    """Opposite rows have up to three times the D that the mixture on two lines gives, so there is no such reading."""
+    """Opposite rows have up to three times the D that the mixture on two lines gives, so there is
+    no such reading.
+    """
     engine = train(by_row(), steps=2).engine
     for name in ("darker", "label"):
         with pytest.raises(ValueError, match="no proven bound: ask Absent"):
@@ -126,27 +141,40 @@ def test_fisher_information_of_persons() -> None:
 
 
 def test_errors_of_persons() -> None:
-    """An owner of one row has the row's interval; of several, all probes are off together, draws independently."""
+    """An owner of one row has the row's interval.
+
+    Of several, all probes are off together, draws independently.
+    """
     probed = {"track": ("diagonal",), "estimator": "weight-probes", "num_probes": 3}
     run = train(by_row(amplification=None, **probed), steps=30)
     engine, q = run.engine, run.private.sample_rate
     single = [key for key in KEYS if (key == OWNERS).sum() == 1]
     rows = [int((key == OWNERS).nonzero()) for key in single]
     for read in (engine.get_fil, engine.get_attribute_fil):
-        of_rows, of_owners = (read(ids, **by) for ids, by in ((rows, {}), (single, {"by": "owner"})))
+        of_rows, of_owners = (
+            read(ids, **by) for ids, by in ((rows, {}), (single, {"by": "owner"}))
+        )
         for name in ("value", "standard_error", "run_error"):
             want, found = getattr(of_rows, name).cpu(), getattr(of_owners, name)
             torch.testing.assert_close(found, want, rtol=1e-6, atol=0)
-    ends = [torch.stack(engine.get_fil(ids, **by).interval()) for ids, by in ((rows, {}), (single, {"by": "owner"}))]
+    ends = [
+        torch.stack(engine.get_fil(ids, **by).interval())
+        for ids, by in ((rows, {}), (single, {"by": "owner"}))
+    ]
     torch.testing.assert_close(ends[1], ends[0].cpu(), rtol=1e-5, atol=0)
 
     trace, mine = engine.totals.get_trace(), KEYS[0] == OWNERS
     sums, found = engine.totals.ledger.sums, engine.get_fil(KEYS[:1], by="owner")
-    square, typical = sums["trace_square"].double().cpu()[mine], engine.totals._typical_changes()["trace"].cpu()
+    square, typical = (
+        sums["trace_square"].double().cpu()[mine],
+        engine.totals._typical_changes()["trace"].cpu(),
+    )
     total = trace.value.cpu()[mine].sum()
     run_error = ((1 - q) * square.sum() + typical * total**2 / 2).sqrt()
     slope = 1 / (2 * (total * 5 * mine.sum()).sqrt())  # of sqrt(tr/d)
-    torch.testing.assert_close(found.standard_error[0], slope * trace.standard_error.cpu()[mine].sum())
+    torch.testing.assert_close(
+        found.standard_error[0], slope * trace.standard_error.cpu()[mine].sum()
+    )
     torch.testing.assert_close(found.run_error[0], slope * run_error, rtol=1e-6, atol=0)
     assert found.standard_error[0] > 0
     assert 0 < found.interval()[0] < found.value < found.interval()[1] < torch.inf
@@ -176,7 +204,8 @@ def test_checkpoints_and_refusals() -> None:
     want = run.engine.get_guess("member", by="owner").divergence.value
     assert torch.equal(other.engine.get_guess("member", by="owner").divergence.value, want)
 
-    engine = make(network(), visits(), batch_size=7, noise_multiplier=SIGMA).engine  # no step is needed to refuse
+    # no step is needed to refuse
+    engine = make(network(), visits(), batch_size=7, noise_multiplier=SIGMA).engine
     for read in (engine.get_epsilon, engine.get_fil, engine.get_guess):
         with pytest.raises(ValueError, match="owner_of="):
             read(1e-5, by="owner")

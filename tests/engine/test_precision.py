@@ -1,4 +1,6 @@
-"""Loops under autocast, and models held in bfloat16: trained in the user's precision, accounted for as in float64."""
+"""Loops under autocast, and models held in bfloat16: trained in the user's precision, accounted for
+as in float64.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,31 @@ BF16, BF16_ERROR = torch.bfloat16, 0.03
 
 
 def perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16),
+        nn.Tanh(),
+        nn.LayerNorm(16),
+        nn.Linear(16, 16),
+        nn.GELU(),
+        nn.Linear(16, 3),
+    )
 
 
 def convolutional() -> nn.Module:
-    layers = nn.Unflatten(1, (1, 6, 6)), nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh()
+    layers = (
+        nn.Unflatten(1, (1, 6, 6)),
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.Tanh(),
+    )
     return nn.Sequential(*layers, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 3))
 
 
-MODELS: dict[str, Any] = {"perceptron": (perceptron, 6), "convolutional": (convolutional, 36), "text": (Encoder, None)}
+MODELS: dict[str, Any] = {
+    "perceptron": (perceptron, 6),
+    "convolutional": (convolutional, 36),
+    "text": (Encoder, None),
+}
 
 
 def run(
@@ -44,14 +62,28 @@ def run(
     steps: int = 1,
     **options: Any,
 ) -> tuple[Tensor, Tensor, FILPrivacyEngine]:
-    """Each example's trace, the last released sum, and the engine, after so many steps over all 8 examples."""
+    """Each example's trace, the last released sum, and the engine, after so many steps over all 8
+    examples.
+    """
     build, width = MODELS[name]
     torch.manual_seed(0)
     x = torch.randint(9, (8, 4)) if width is None else torch.randn(8, width).to(held_in)
     private = Private(submodule="embedding") if width is None else None
-    noise = torch.Generator(DEVICE).manual_seed(5)  # of so little noise p.grad is the sum of clipped gradients
-    given = {"noise_multiplier": 1e-6, "max_grad_norm": 0.5, "private": private, "noise_generator": noise, "seed": 3}
-    given |= {"grad_sample_mode": "hooks" if way == "hooks" else "auto", "batch": 8, "lr": 1e-3, **options}
+    # of so little noise p.grad is the sum of clipped gradients
+    noise = torch.Generator(DEVICE).manual_seed(5)
+    given = {
+        "noise_multiplier": 1e-6,
+        "max_grad_norm": 0.5,
+        "private": private,
+        "noise_generator": noise,
+        "seed": 3,
+    }
+    given |= {
+        "grad_sample_mode": "hooks" if way == "hooks" else "auto",
+        "batch": 8,
+        "lr": 1e-3,
+        **options,
+    }
     data = x, torch.randint(3, (8,))
     engine, model, optimizer, loader = start(build().to(held_in), data, way, **given)
     for _ in range(steps):
@@ -63,7 +95,8 @@ def run(
                 continue
             outputs = model(inputs)
             loss = F.cross_entropy(outputs, targets)
-        (loss if steps == 1 else F.cross_entropy(outputs.float(), targets)).backward()  # outside of autocast
+        # outside of autocast
+        (loss if steps == 1 else F.cross_entropy(outputs.float(), targets)).backward()
         optimizer.step()
     released = torch.cat([p.grad.flatten().double() for p in optimizer.params])
     return engine.totals.get_trace().value, released, engine
@@ -109,21 +142,31 @@ def test_norms_are_summed_in_float32() -> None:
     with torch.autocast(DEVICE, dtype=BF16):
         losses = F.cross_entropy(model(x), y, reduction="none")
         gradients = ExampleGradients.build(model, LOSS, x, y)
-    parts = [torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses]
-    truth = torch.stack([torch.cat([part.double().flatten() for part in by_one]).norm() for by_one in parts])
+    parts = [
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for loss in losses
+    ]
+    truth = torch.stack(
+        [torch.cat([part.double().flatten() for part in by_one]).norm() for by_one in parts]
+    )
     norm = RecordedJacobian(gradients, Mechanism.build(1.0, 1.0)).norm
     assert norm.dtype == torch.float32
     assert apart(norm, truth) < 2e-3
 
 
 @pytest.mark.product
-@pytest.mark.parametrize(("name", "cast"), [("perceptron", True), ("convolutional", False), ("text", False)])
+@pytest.mark.parametrize(
+    ("name", "cast"), [("perceptron", True), ("convolutional", False), ("text", False)]
+)
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
 def test_precision_of_probes(name: str, precision: str, cast: bool, tmp_path: Path) -> None:
-    """What is released stays as it is to the last digit; tr I is off by less than a tenth of a probe's own error."""
+    """What is released stays as it is to the last digit.
+
+    Tr I is off by less than a tenth of a probe's own error.
+    """
     truth, released, _ = run(name, cast)
     ours, sums, engine = run(name, cast, probe_precision=precision)
-    if DEVICE == "cuda" and name == "text":  # gradients of a repeated token are added in any order there
+    # gradients of a repeated token are added in any order there
+    if DEVICE == "cuda" and name == "text":
         assert torch.allclose(sums, released, rtol=1e-5, atol=1e-7)
     else:
         assert torch.equal(sums, released)

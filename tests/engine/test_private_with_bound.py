@@ -1,4 +1,6 @@
-"""σ for a target of leakage: it is met, pilots leave no trace, and what cannot be met is refused with numbers."""
+"""σ for a target of leakage: it is met, pilots leave no trace, and what cannot be met is refused
+with numbers.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ MEMBER = {"questions": {"member": Absent()}}
 
 
 def start(module: nn.Module | None = None, **options: Any) -> dict[str, Any]:
-    """What make_private_with_bound is given, for a short run that is judged by the error of its probes."""
+    """What make_private_with_bound is given, for a short run that is judged by the error of its
+    probes.
+    """
     module = network() if module is None else module
     torch.manual_seed(5)
     return {
@@ -69,10 +73,14 @@ def test_the_target_is_met_and_told(tmp_path: Path) -> None:
 
     run = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5))
     assert run.about["noise_choice"] == {
-        "target": "every MSE bound at least 2", "confidence": 0.95, "of": "probes",
-        "num_pilots": len(choice.pilots), "pilot_noise_multipliers": [it.noise_multiplier for it in choice.pilots],
-        "headroom": check.headroom, "measured": check.measured,
-    }  # fmt: skip
+        "target": "every MSE bound at least 2",
+        "confidence": 0.95,
+        "of": "probes",
+        "num_pilots": len(choice.pilots),
+        "pilot_noise_multipliers": [it.noise_multiplier for it in choice.pilots],
+        "headroom": check.headroom,
+        "measured": check.measured,
+    }
     assert "This run met it" in write_report(run, tmp_path / "report").read_text()
 
 
@@ -86,7 +94,9 @@ def test_training_afterwards_is_bit_for_bit_that_of_make_private(shuffled: bool)
             given |= {"poisson_sampling": False, "data_loader": loader(data(48), 16, shuffle=True)}
         random.seed(1)
         np.random.seed(1)
-        options: dict[str, Any] = {name: given.pop(name) for name in ("epochs", "of")} | {"target_mse_bound": 2.0}
+        options: dict[str, Any] = {name: given.pop(name) for name in ("epochs", "of")} | {
+            "target_mse_bound": 2.0
+        }
         if make == "make_private":
             options = {"noise_multiplier": results[0][0], "accounting": Accounting(epochs=EPOCHS)}
         engine = FILPrivacyEngine()
@@ -101,13 +111,16 @@ def test_training_afterwards_is_bit_for_bit_that_of_make_private(shuffled: bool)
 
 
 @pytest.mark.parametrize("targets", [{}, {"target_mse_bound": 0.01}])
-def test_a_question_is_aimed_at_and_of_two_targets_the_harder_one_decides(targets: dict[str, float]) -> None:
+def test_a_question_is_aimed_at_and_of_two_targets_the_harder_one_decides(
+    targets: dict[str, float],
+) -> None:
     rate = {"target_true_positive_rate": 0.2, "at_false_positive_rate": 0.05}
     engine, *_, private = made(**{"target_mse_bound": None, **targets}, **rate, **MEMBER)
     check = train(engine, private).check_bound()
     rates = engine.get_guess("member").upper(0.9).true_positive_rate(0.05)[engine.was_measured()]
     assert check.met
-    assert check.true_positive_rate[1] <= min(0.2, float(rates.max()) + 1e-9)  # whose ends hold the run, too
+    # whose ends hold the run, too
+    assert check.true_positive_rate[1] <= min(0.2, float(rates.max()) + 1e-9)
     assert engine.bound_target.question == "member"
     headroom = engine.bound_target.largest_divergence / check.divergence[1]
     if not targets:
@@ -154,7 +167,11 @@ def test_a_run_may_begin_with_empty_batches() -> None:
     draws.sample_rate = rate
     train(engine, private, 1)
     assert engine.ledger is not None
-    assert [engine.ledger.steps] == [count for *_, count in engine.accountant.history] == [2 * len(private)]
+    assert (
+        [engine.ledger.steps]
+        == [count for *_, count in engine.accountant.history]
+        == [2 * len(private)]
+    )
 
 
 REFUSED: dict[str, dict[str, Any]] = {  # the noun that is told
@@ -184,13 +201,20 @@ def test_what_is_refused(noun: str) -> None:
 def test_the_smallest_noise_of_the_grid_is_found() -> None:
     search = NoiseSearch()
     for needed, power in itertools.product([0.11, 0.5, 0.97, 1.0, 3.3, 40.0], [1.0, 2.0, 5.0]):
-        sigma = search.smallest(lambda sigma, needed=needed, power=power: 1.25 * (sigma / needed) ** power)
+        sigma = search.smallest(
+            lambda sigma, needed=needed, power=power: 1.25 * (sigma / needed) ** power
+        )
         assert needed * (1 - 1e-9) <= sigma <= needed * search.grid * (1 + 1e-9)
 
 
 def test_the_search_ends_at_its_limits() -> None:
     tried: list[float] = []
-    assert NoiseSearch(max_noise_multiplier=4.0).smallest(lambda sigma: tried.append(sigma) or sigma / 10) is None
+    assert (
+        NoiseSearch(max_noise_multiplier=4.0).smallest(
+            lambda sigma: tried.append(sigma) or sigma / 10
+        )
+        is None
+    )
     assert tried == [1.0, 4.0]
     sigma = NoiseSearch().smallest(lambda sigma: float("inf"))
     assert sigma == pytest.approx(0.1, rel=0.2)

@@ -1,4 +1,6 @@
-"""What an engine answers: tables by id and by group, numbers for a log, PLIS, and what print and a notebook show."""
+"""What an engine answers: tables by id and by group, numbers for a log, PLIS, and what print and a
+notebook show.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,17 @@ def test_columns_and_groups() -> None:
     table = engine.leakage()
     seen = table[table.participations > 0]
     assert (seen.mse_bound_low < seen.mse_bound).all()
-    assert torch.allclose(torch.tensor(seen.mse_bound.values), 1 / torch.tensor(seen.fil.values) ** 2)
+    assert torch.allclose(
+        torch.tensor(seen.mse_bound.values), 1 / torch.tensor(seen.fil.values) ** 2
+    )
     group_of = {i: "even" if i % 2 == 0 else "odd" for i in range(40)}
     row = engine.group_leakage(group_of, threshold=0.1, quantiles=(0.5,)).loc["even"]
     values = engine.get_fil(range(0, 40, 2)).value
     expected = [values.mean(), values.max(), values.quantile(0.5), (values > 0.1).double().mean()]
     assert row["count"] == 20
-    assert row[["mean", "max", "q50", "share_above"]].tolist() == pytest.approx([float(v) for v in expected])
+    assert row[["mean", "max", "q50", "share_above"]].tolist() == pytest.approx(
+        [float(v) for v in expected]
+    )
 
 
 @pytest.mark.parametrize("undrawn", [[], [3], [29], [3, 4, 20]])
@@ -39,7 +45,9 @@ def test_numbers_stay_with_their_ids_whoever_was_not_drawn(undrawn: list[int]) -
     for name in ("participations", "missed", "trace"):
         totals.ledger.sums[name][undrawn] = 0
     columns = totals.arrays()
-    np.testing.assert_array_equal(columns["participations"], totals.ledger.sums["participations"].cpu())
+    np.testing.assert_array_equal(
+        columns["participations"], totals.ledger.sums["participations"].cpu()
+    )
     np.testing.assert_array_equal(columns["fil"], totals.get_fil().value.cpu())
 
 
@@ -53,7 +61,11 @@ def test_ids_are_answered_as_asked(tmp_path: Path) -> None:
     assert list(engine.leakage([3, 1, 3]).index) == [3, 1, 3]
     assert engine.get_fil([]).value.shape == (0,)
     keys, numbers = [f"patient-{i}" for i in range(40)], list(range(100, 140))
-    for id_of, names in ((keys, keys), (lambda i: f"patient-{i}", keys), (torch.tensor(numbers), numbers)):
+    for id_of, names in (
+        (keys, keys),
+        (lambda i: f"patient-{i}", keys),
+        (torch.tensor(numbers), numbers),
+    ):
         named = train(data(40), steps=4, id_of=id_of, max_grad_norm=0.01).engine
         assert list(named.leakage().index) == names
         assert torch.equal(named.get_fil([names[7]]).value, named.get_fil().value[[7]])
@@ -79,21 +91,29 @@ def test_the_numbers_are_those_of_the_readings() -> None:
         "privacy/median_fil": float(fil.median()),
         "privacy/largest_fil": float(fil.max()),
         "privacy/smallest_mse_bound": float(bound.min()),
-        "privacy/largest_divergence/<member>": float(engine.get_guess("<member>").divergence.value[measured].max()),
+        "privacy/largest_divergence/<member>": float(
+            engine.get_guess("<member>").divergence.value[measured].max()
+        ),
         "privacy/epsilon": engine.get_epsilon(1e-5),
     }
     assert metrics == pytest.approx(expected, rel=1e-6)
     assert all(type(value) is float for value in metrics.values())
     assert 0 < metrics["privacy/measured_share"] < 1
-    assert metrics["privacy/smallest_mse_bound"] == pytest.approx(engine.get_smallest_mse_bound()[0])
-    assert set(engine.metrics(prefix="")) == {name.removeprefix("privacy/") for name in expected} - {"epsilon"}
+    assert metrics["privacy/smallest_mse_bound"] == pytest.approx(
+        engine.get_smallest_mse_bound()[0]
+    )
+    assert set(engine.metrics(prefix="")) == {
+        name.removeprefix("privacy/") for name in expected
+    } - {"epsilon"}
 
 
 # ------------------------------------------------------------------ PLIS
 
 
 def test_at_the_present_weights() -> None:
-    """By id; a model that Opacus has hooked is called through a copy without hooks, with its present weights."""
+    """By id; a model that Opacus has hooked is called through a copy without hooks, with its
+    present weights.
+    """
     dataset, module, plain = data(16), network(), network()
     run = train(dataset, steps=2, module=module, id_of=[f"p{i}" for i in range(16)])
     plain.load_state_dict(module.state_dict())

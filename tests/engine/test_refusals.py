@@ -1,4 +1,7 @@
-"""What make_private and a step refuse, each as one table: the error's type, one noun of its text; nothing changes."""
+"""What make_private and a step refuse, each as one table: the error's type, one noun of its text.
+
+Nothing changes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ ACCOUNTING: list[dict[str, Any]] = [  # the first name is in the text
     {"amplification": "magic"},
     {"track": "spectrum"},
     {"num_probes": 1, "track": ("fim",)},
-    *({"extra_probes": 3, **more} for more in ({"num_probes": 3}, {"fil_rate": 0.5}, {"estimator": "exact"})),
+    *(
+        {"extra_probes": 3, **more}
+        for more in ({"num_probes": 3}, {"fil_rate": 0.5}, {"estimator": "exact"})
+    ),
 ]
 
 
@@ -64,38 +70,71 @@ def layers(*parts: nn.Module) -> nn.Module:
 
 
 def padded() -> dict[str, Any]:
-    module = nn.Sequential(nn.Embedding(5, 4, padding_idx=0), nn.Flatten(), nn.Linear(12, 3)).to(DEVICE)
+    module = nn.Sequential(nn.Embedding(5, 4, padding_idx=0), nn.Flatten(), nn.Linear(12, 3)).to(
+        DEVICE
+    )
     dataset = TensorDataset(torch.randint(5, (40, 3)), torch.randint(3, (40,)))
     return {"dataset": dataset, "module": module, "grad_sample_mode": "hooks"}
 
 
 WEIGHTED = DataLoader(data(40), 8, sampler=WeightedRandomSampler(torch.rand(40).tolist(), 40))
 MAKING: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    **{f"noise {s}": ({"noise_multiplier": s}, ValueError, "noise_multiplier") for s in (-1.0, NAN, math.inf)},
+    **{
+        f"noise {s}": ({"noise_multiplier": s}, ValueError, "noise_multiplier")
+        for s in (-1.0, NAN, math.inf)
+    },
     "threshold": ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm"),
     "adaptive clipping": ({"clipping": "adaptive"}, ValueError, "factors"),
     "one threshold for all layers": ({"clipping": "per_layer"}, ValueError, "list of 4"),
-    "a layer without": ({"clipping": "per_layer", "max_grad_norm": [1.0, 1.0, 1.0, 0.0]}, ValueError, "positive"),
+    "a layer without": (
+        {"clipping": "per_layer", "max_grad_norm": [1.0, 1.0, 1.0, 0.0]},
+        ValueError,
+        "positive",
+    ),
     "mode": ({"grad_sample_mode": "ghost_fsdp"}, ValueError, "sharded"),
     "clip that exceeds C": ({"clip": "gelu-paper"}, ValueError, "exceed"),
     "unknown clip": ({"clip": "soft"}, ValueError, "registered"),
     "reduction": ({"loss_reduction": "none"}, ValueError, "'mean' or 'sum'"),
-    "amplification": ({"amplification": "poisson", "poisson_sampling": False}, ValueError, "poisson_sampling"),
-    "rate of known batches": ({"sample_rate": 0.5, "poisson_sampling": False}, ValueError, "leave one"),
+    "amplification": (
+        {"amplification": "poisson", "poisson_sampling": False},
+        ValueError,
+        "poisson_sampling",
+    ),
+    "rate of known batches": (
+        {"sample_rate": 0.5, "poisson_sampling": False},
+        ValueError,
+        "leave one",
+    ),
     "no memory": ({"max_ledger_memory": 10}, MemoryError, "Track less"),
     "weighted draws": ({"dataset": WEIGHTED}, ValueError, "same probability"),
-    "repeated draws": ({"dataset": WEIGHTED, "poisson_sampling": False}, ValueError, "replacement=False"),
-    "nobody": ({"dataset": DataLoader(TensorDataset(torch.zeros(0, 5), torch.zeros(0)), 4)}, ValueError, "empty"),
+    "repeated draws": (
+        {"dataset": WEIGHTED, "poisson_sampling": False},
+        ValueError,
+        "replacement=False",
+    ),
+    "nobody": (
+        {"dataset": DataLoader(TensorDataset(torch.zeros(0, 5), torch.zeros(0)), 4)},
+        ValueError,
+        "empty",
+    ),
     "no batch size": ({"dataset": DataLoader(data(40), batch_size=None)}, ValueError, "batch_size"),
-    "batch norm": ({"module": layers(nn.Linear(5, 6), nn.BatchNorm1d(6))}, ValueError, "batch normalisation"),
+    "batch norm": (
+        {"module": layers(nn.Linear(5, 6), nn.BatchNorm1d(6))},
+        ValueError,
+        "batch normalisation",
+    ),
     "eval mode": ({"module": network().eval()}, ValueError, r"model\.train\(\)"),
     "padding": (padded(), ValueError, "padding_idx"),
-    "class weights": ({"criterion": nn.CrossEntropyLoss(torch.ones(3).double())}, ValueError, "reduction='sum'"),
+    "class weights": (
+        {"criterion": nn.CrossEntropyLoss(torch.ones(3).double())},
+        ValueError,
+        "reduction='sum'",
+    ),
     "too few ids": ({"id_of": list(range(39))}, ValueError, "39 keys"),
     "one id": ({"id_of": ["x"] * 40}, ValueError, "more than one"),
     "a text for a question": ({"questions": {"member": "absent"}}, TypeError, "Absent"),
     "questions without names": ({"questions": [Absent()]}, TypeError, "name"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", MAKING)
@@ -198,14 +237,34 @@ STEPS: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
     "a sum for a mean": ({}, lambda run: run.take(loss=summed), ValueError, "loss_reduction='sum'"),
     "two passes": ({}, twice, ValueError, "one module"),
     "an example in two pieces": ({}, pieces_that_share_examples, RuntimeError, "twice"),
-    "noise of the loop": ({"dataset": BARE, "module": network(5, 5)}, noise_as_target, ValueError, r"forward\(\)"),
+    "noise of the loop": (
+        {"dataset": BARE, "module": network(5, 5)},
+        noise_as_target,
+        ValueError,
+        r"forward\(\)",
+    ),
     "NaN": ({"dataset": one_nan(), **FIRST}, Run.take, ValueError, "1 of 8 rows: 3"),
-    "ledger": ({"track": ("fim",), "max_ledger_memory": 10_000}, Run.take, MemoryError, "max_ledger_memory"),
-    "one row": ({"module": Positions().double(), "grad_sample_mode": "hooks"}, Run.take, RuntimeError, "one row"),
-    "elsewhere": ({}, lambda run: run.take(batch=data(8).tensors), RuntimeError, "loader that make_private"),
+    "ledger": (
+        {"track": ("fim",), "max_ledger_memory": 10_000},
+        Run.take,
+        MemoryError,
+        "max_ledger_memory",
+    ),
+    "one row": (
+        {"module": Positions().double(), "grad_sample_mode": "hooks"},
+        Run.take,
+        RuntimeError,
+        "one row",
+    ),
+    "elsewhere": (
+        {},
+        lambda run: run.take(batch=data(8).tensors),
+        RuntimeError,
+        "loader that make_private",
+    ),
     "a part of a batch": ({}, a_part, (RuntimeError, ValueError), "once per batch|disagree"),
     "another length": ({}, shrink, ValueError, "has 30 now"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", STEPS)
@@ -249,7 +308,8 @@ def test_a_logical_batch_that_was_left_must_be_discarded() -> None:
     train()
     assert engine._training.run.history.steps == engine.accountant.history[-1][2] == len(private)
     assert (engine.ledger.sums["participations"] <= len(private)).all()
-    seen = train(until=lambda: not optimizer.inside_logical_batch)  # at its end, it may be left: prefetched or not
+    # at its end, it may be left: prefetched or not
+    seen = train(until=lambda: not optimizer.inside_logical_batch)
     assert len(seen) == len(set(seen))
     assert engine._training.run.history.steps == len(private) + 1
 
@@ -264,7 +324,10 @@ def test_reading_needs_a_step_and_lists_of_ids() -> None:
     run.take()
     with pytest.raises(TypeError, match="for one example"):
         run.engine.get_fil("person 7")
-    for read, noun in ((run.engine.get_plis, "plis"), (lambda: run.engine.get_fil(kind="spectral"), "fim")):
+    for read, noun in (
+        (run.engine.get_plis, "plis"),
+        (lambda: run.engine.get_fil(kind="spectral"), "fim"),
+    ):
         with pytest.raises(ValueError, match=noun):
             read()
     with pytest.raises(ValueError, match="delta"):
@@ -272,12 +335,16 @@ def test_reading_needs_a_step_and_lists_of_ids() -> None:
 
 
 def test_a_run_is_neither_copied_nor_pickled() -> None:
-    """Copying torch's optimizer changes its class: a copy that failed broke every private optimizer of the process."""
+    """Copying torch's optimizer changes its class: a copy that failed broke every private optimizer
+    of the process.
+    """
     assert copy.deepcopy(FILPrivacyEngine()).accountant.history == []  # of no run yet
     run = Run()
     for part in (run.engine, run.optimizer, run.private):
         for take in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(TypeError, match=r"^FIL.* cannot be copied or pickled.*save_checkpoint"):
+            with pytest.raises(
+                TypeError, match=r"^FIL.* cannot be copied or pickled.*save_checkpoint"
+            ):
                 take(part)
     copy.deepcopy((run.model, run.optimizer.state_dict()))
     for each in (run, Run()):
@@ -285,6 +352,10 @@ def test_a_run_is_neither_copied_nor_pickled() -> None:
 
 
 def test_ids_that_are_none_are_told() -> None:
-    for batch, id_of in (({"x": torch.zeros(2)}, "key"), (("ab", torch.zeros(2)), 0), (([[1], [2]], [0, 0]), 0)):
+    for batch, id_of in (
+        ({"x": torch.zeros(2)}, "key"),
+        (("ab", torch.zeros(2)), 0),
+        (([[1], [2]], [0, 0]), 0),
+    ):
         with pytest.raises((ValueError, TypeError), match="id"):
             ids_of_batch(batch, id_of)

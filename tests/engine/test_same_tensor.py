@@ -1,7 +1,8 @@
-"""One tensor that enters in several places is one secret: its coordinates count once, through every place.
+"""One tensor that enters in several places is one secret: its coordinates count once, through every
+place.
 
-Batches of one tensor, too: autoencoders, and losses of the outputs alone. Brute force sees a model in which the tensor
-enters once.
+Batches of one tensor, too: autoencoders, and losses of the outputs alone. Brute force sees a model
+in which the tensor enters once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tests.cases import DEVICE, relative_error
-from tests.engine.brute_force import C, Pass, Run, assert_true, clipped_and_jacobian, make, random_state, train
+from tests.engine.brute_force import (
+    C,
+    Pass,
+    Run,
+    assert_true,
+    clipped_and_jacobian,
+    make,
+    random_state,
+    train,
+)
 from tests.engine.ways import Calling
 from torchfil import PLIS, Private, fisher
 from torchfil.private import Examples
@@ -27,7 +37,9 @@ HOOKS = {"grad_sample_mode": "hooks"}
 
 
 def numbers(n: int = 5, *shape: int) -> Tensor:
-    return torch.randn(n, *(shape or (D,)), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.randn(
+        n, *(shape or (D,)), generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
 
 
 def autoencoder() -> Any:
@@ -40,8 +52,13 @@ def residual(self: Any, x: Tensor) -> Tensor:
     return torch.as_tensor(self.net(x) - x.flatten(1))
 
 
-def trained(*tensors: Tensor, rows: Any = None, way: str = "auto", loss: Any = None, **options: Any) -> Run:
-    """A pass in batches of five; brute force gets the mean square of the residual, unless told otherwise."""
+def trained(
+    *tensors: Tensor, rows: Any = None, way: str = "auto", loss: Any = None, **options: Any
+) -> Run:
+    """A pass in batches of five.
+
+    Brute force gets the mean square of the residual, unless told otherwise.
+    """
     given = {**SETTINGS, "poisson_sampling": False, "batch_size": 5, **options}
     run = make(autoencoder(), rows or TensorDataset(*tensors), **given)
     run.plain.function, run.true_loss = residual, lambda out, _: out.square().mean()
@@ -59,7 +76,11 @@ def test_an_autoencoder_is_differentiated_through_its_target(
     way: str, options: Any, private: Private | None, copies: int
 ) -> None:
     """Questions change both places, too."""
-    given = {"private": private, "track": ("diagonal",), "questions": {"sex": Column(1, (0.0, 1.0))}}
+    given = {
+        "private": private,
+        "track": ("diagonal",),
+        "questions": {"sex": Column(1, (0.0, 1.0))},
+    }
     assert_true(trained(*(numbers() for _ in range(copies)), way=way, **given, **options), 1e-7)
 
 
@@ -80,8 +101,16 @@ def test_other_shapes_dtypes_names_and_probes() -> None:
 def test_a_tensor_given_twice_is_one_secret() -> None:
     torch.manual_seed(1)
     parts = {"q": nn.Linear(D, 4), "k": nn.Linear(D, 4), "o": nn.Linear(4, 3)}
-    twice = Calling(lambda self, a, b: self.o(torch.tanh(self.q(a)) * torch.tanh(self.k(b))), **parts).double()
-    run = make(twice, TensorDataset(numbers(), torch.arange(5) % 3), **SETTINGS, poisson_sampling=False, batch_size=5)
+    twice = Calling(
+        lambda self, a, b: self.o(torch.tanh(self.q(a)) * torch.tanh(self.k(b))), **parts
+    ).double()
+    run = make(
+        twice,
+        TensorDataset(numbers(), torch.arange(5) % 3),
+        **SETTINGS,
+        poisson_sampling=False,
+        batch_size=5,
+    )
     model, one = run.model, run.plain.function
     run.model, run.plain.function = lambda x: model(x, x), lambda self, x: one(self, x, x)
     assert_true(train(run, steps=1))
@@ -94,11 +123,18 @@ def test_public_functions_and_plis() -> None:
     now = Pass(random_state(), model.state_dict(), x, x, list(range(5)))
     g, jacobian = clipped_and_jacobian(once, now, None, lambda out, _: out.square().mean())
     expected = jacobian.mT @ jacobian / (SIGMA * C) ** 2
-    torch.testing.assert_close(fisher.exact_fim(model, nn.MSELoss(), x, x.clone(), **SETTINGS), expected)
-    some = fisher.exact_fim(model, nn.MSELoss(), x, x, private=Private(coordinates=[0, 2]), **SETTINGS)
+    torch.testing.assert_close(
+        fisher.exact_fim(model, nn.MSELoss(), x, x.clone(), **SETTINGS), expected
+    )
+    some = fisher.exact_fim(
+        model, nn.MSELoss(), x, x, private=Private(coordinates=[0, 2]), **SETTINGS
+    )
     torch.testing.assert_close(some, expected[:, [0, 2]][:, :, [0, 2]])
     slopes = PLIS(model, nn.MSELoss(), noise_std=SIGMA * C, max_grad_norm=C).attribute(x, x)
-    assert relative_error(slopes, 2 * torch.einsum("bpd,bp->bd", jacobian, g) / (SIGMA * C) ** 2) < 1e-9
+    assert (
+        relative_error(slopes, 2 * torch.einsum("bpd,bp->bd", jacobian, g) / (SIGMA * C) ** 2)
+        < 1e-9
+    )
 
 
 def test_few_equal_numbers_are_asked_about() -> None:
@@ -115,8 +151,14 @@ def test_few_equal_numbers_are_asked_about() -> None:
     torch.testing.assert_close(fim(x.clone(), same=[(0, "target")]), fim(x))
     with pytest.raises(ValueError, match="targets"):
         Examples.build(numbers(), numbers(), Private(same=[(0, "targets")]))
-    states, answers = torch.zeros(2, 70, dtype=torch.float64), torch.tensor([[1.0], [0.0]])  # zeros, yes or no
-    assert Examples.build((states, states.clone(), answers, answers.clone()), torch.arange(2)).layout.same == ()
+    # zeros, yes or no
+    states, answers = torch.zeros(2, 70, dtype=torch.float64), torch.tensor([[1.0], [0.0]])
+    assert (
+        Examples.build(
+            (states, states.clone(), answers, answers.clone()), torch.arange(2)
+        ).layout.same
+        == ()
+    )
 
 
 def test_places_that_differ_or_agree_later() -> None:
@@ -138,7 +180,10 @@ def squares(out: Tensor) -> Tensor:
 
 
 ALONE: list[tuple[Any, Any, str]] = [(torch.mean, torch.mean, "auto")]
-ALONE += [(lambda out: out.sum(dim=1).mean(), torch.sum, "auto"), (squares, squares, "inputs alone")]
+ALONE += [
+    (lambda out: out.sum(dim=1).mean(), torch.sum, "auto"),
+    (squares, squares, "inputs alone"),
+]
 
 
 @pytest.mark.parametrize(("of_batch", "of_one", "way"), ALONE)

@@ -39,18 +39,34 @@ def test_the_file_says_what_the_engine_says(trained: Any, tmp_path: Path) -> Non
     run = load(engine.save_run(tmp_path / "run.parquet", groups=groups, **about, **attributes))
     table = engine.leakage(delta=DELTA)
     assert run.ids.tolist() == [f"patient {i}" for i in range(60)]
-    for column in ("fil", "fil_error", "sampling_error", "mse_bound", "mse_bound_low", "participations", "missed"):
+    for column in (
+        "fil",
+        "fil_error",
+        "sampling_error",
+        "mse_bound",
+        "mse_bound_low",
+        "participations",
+        "missed",
+    ):
         np.testing.assert_array_equal(run.columns[column], table[column])
     np.testing.assert_array_equal(run.columns["epsilon"], table["individual_epsilon"])
     about = run.about
-    assert (about["title"], about["epsilon"], about["probe_seed"]) == ("a trial", engine.get_epsilon(DELTA), 3)
+    assert (about["title"], about["epsilon"], about["probe_seed"]) == (
+        "a trial",
+        engine.get_epsilon(DELTA),
+        3,
+    )
     assert about["model"] == {"name": "Sequential", "num_parameters": 57, "not_smooth": []}
     assert (about["dataset"]["input_shape"], about["dataset"]["input_range"]) == ([5], [-5, 5])
     assert about["dataset"]["data_sha256"] == data_sha256(data(60))
-    assert [about["mechanism"][name] for name in ("steps", "num_probes", "fil_rate", "rel_error")] == [12, 3, 1.0, None]
+    assert [
+        about["mechanism"][name] for name in ("steps", "num_probes", "fil_rate", "rel_error")
+    ] == [12, 3, 1.0, None]
     attribute_fil = engine.get_attribute_fil()
     np.testing.assert_allclose(run.attributes.error, 1 / attribute_fil.value.cpu(), rtol=1e-6)
-    np.testing.assert_allclose(run.attributes.error_low, 1 / attribute_fil.interval(0.95)[1].cpu(), rtol=1e-6)
+    np.testing.assert_allclose(
+        run.attributes.error_low, 1 / attribute_fil.interval(0.95)[1].cpu(), rtol=1e-6
+    )
     assert (run.groups["side"].tolist(), set(run.groups["same"])) == (sides, {"7"})
     assert run.bounds["rdp_mse_bound"]["replace_one"] == engine.get_rdp_mse_bound(10.0)
     success = run.bounds["rero"]["success"]
@@ -58,7 +74,9 @@ def test_the_file_says_what_the_engine_says(trained: Any, tmp_path: Path) -> Non
     assert success == sorted(success)
     assert run.history["step"].tolist() == list(range(1, 13))
     assert run.history["fil_max"][-1] == pytest.approx(run.columns["fil"].max())
-    assert run.history["fil_median"][-1] == pytest.approx(np.quantile(run.columns["fil"], 0.5, method="inverted_cdf"))
+    assert run.history["fil_median"][-1] == pytest.approx(
+        np.quantile(run.columns["fil"], 0.5, method="inverted_cdf")
+    )
     assert run.history["epsilon"][-1] == pytest.approx(run.about["epsilon"])
 
 
@@ -71,10 +89,18 @@ def test_an_attack_goes_into_the_file_as_it_is(tmp_path: Path) -> None:
     assert min(engine.leakage_columns(wanted)[1]["participations"]) >= 5  # so that one run tells
     bound = engine.get_mse_bound(wanted).value.tolist()
     attack = AttackResult(
-        "a guess", "knows all else", wanted, [1e-9, 2 * bound[1]], "mse", 9, standard_error=[1e-12, 1e-12]
+        "a guess",
+        "knows all else",
+        wanted,
+        [1e-9, 2 * bound[1]],
+        "mse",
+        9,
+        standard_error=[1e-12, 1e-12],
     )
     other = torchfil.compare_with_bounds({"patient 3": 0.0, "patient 7": 1e9}, attack)
-    first, second = load(engine.save_run(tmp_path / "run.parquet", delta=DELTA, attacks=[attack, other])).attacks
+    first, second = load(
+        engine.save_run(tmp_path / "run.parquet", delta=DELTA, attacks=[attack, other])
+    ).attacks
     assert first.rows.tolist() == second.rows.tolist() == [3, 7]
     assert first.predicted.tolist() == bound
     assert first.achieved.tolist() == attack.achieved.tolist()
@@ -104,14 +130,20 @@ def test_arguments_that_do_not_fit_are_refused(
 
 
 def test_metrics_are_kept_and_never_public(trained: Any, tmp_path: Path) -> None:
-    given = {"accuracy": (0.918273, "on 360 held out"), "loss": torch.tensor(0.5), "AUC": np.float32(0.25)}
+    given = {
+        "accuracy": (0.918273, "on 360 held out"),
+        "loss": torch.tensor(0.5),
+        "AUC": np.float32(0.25),
+    }
     run = load(trained.engine.save_run(tmp_path / "run.parquet", delta=DELTA, metrics=given))
     assert run.about["metrics"] == {
         "accuracy": {"value": 0.918273, "on": "360 held out"},
         "loss": {"value": 0.5, "on": ""},
         "AUC": {"value": 0.25, "on": ""},
     }
-    public = b"".join(files_of(write_report(run, tmp_path / "public", redacted=True)).values()).decode()
+    public = b"".join(
+        files_of(write_report(run, tmp_path / "public", redacted=True)).values()
+    ).decode()
     assert "918273" not in public
     assert "held out" not in public
     assert b"918273" in files_of(write_report(run, tmp_path / "private"))["summary.json"]
@@ -147,4 +179,6 @@ def test_the_checksum_of_the_data_tells_order_and_dtype() -> None:
     others = x, x.flip(0), x.double(), x.reshape(4, 2, 1), torch.cat([x, x[:1]]), x + 1e-7
     assert len({data_sha256(TensorDataset(part)) for part in others}) == 6
     assert data_sha256(TensorDataset(x, x[:, 0])) == data_sha256([(row, row[0]) for row in x])
-    assert data_sha256([torch.ones(2), torch.ones(3)]) != data_sha256([torch.ones(3), torch.ones(2)])
+    assert data_sha256([torch.ones(2), torch.ones(3)]) != data_sha256(
+        [torch.ones(3), torch.ones(2)]
+    )

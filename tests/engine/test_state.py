@@ -1,4 +1,7 @@
-"""Stopping and resuming, all or nothing; pausing, tables and groups; the statistics of a probed run."""
+"""Stopping and resuming, all or nothing; pausing, tables and groups.
+
+The statistics of a probed run.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ def start(seed: int = 0, groups: bool = False) -> Any:
     torch.manual_seed(seed)
     module = network()
     engine = FILPrivacyEngine()
-    parameters: Any = [{"params": [p]} for p in module.parameters()] if groups else module.parameters()
+    parameters: Any = (
+        [{"params": [p]} for p in module.parameters()] if groups else module.parameters()
+    )
     optimizer: Any = torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
     noise = torch.Generator(device=DEVICE).manual_seed(8)
     return engine, *engine.make_private(
@@ -66,14 +71,27 @@ class TestResume:
         epochs(model, optimizer, private, 1)
         assert same(second.state_dict(), whole.state_dict())
         assert second.get_epsilon(1e-5) == whole.get_epsilon(1e-5)
-        assert [path.name for path in tmp_path.iterdir()] == [kind.strip("/")], "no temporary file is left"
+        assert [path.name for path in tmp_path.iterdir()] == [kind.strip("/")], (
+            "no temporary file is left"
+        )
 
     def test_probes_are_those_of_seed_step_and_piece(self) -> None:
-        """A step that was refused and is taken again has the same; every step, batch, piece and use has its own."""
+        """A step that was refused and is taken again has the same.
+
+        Every step, batch, piece and use has its own.
+        """
         run = train(data(40), steps=1, num_probes=2, seed=5).engine._training.run
-        found = {run.probe_seeds(2, use, piece) for use in ("probes", "extra probes") for piece in range(2)}
+        found = {
+            run.probe_seeds(2, use, piece)
+            for use in ("probes", "extra probes")
+            for piece in range(2)
+        }
         assert run.probe_seeds(2, "probes", 1) == run.probe_seeds(2, "probes", 1)
-        for change in (lambda: run.staged.append(run), run.clear_batch, lambda: run.history.step(NOBODY, NOBODY, 1, 1)):
+        for change in (
+            lambda: run.staged.append(run),
+            run.clear_batch,
+            lambda: run.history.step(NOBODY, NOBODY, 1, 1),
+        ):
             change()
             found.add(run.probe_seeds(2, "probes", 0))
         assert len(found) == 6
@@ -83,7 +101,10 @@ class TestResume:
         found, file = [], io.BytesIO()
         for method in ("save_checkpoint", "load_checkpoint"):
             engine, model, optimizer, private = start()
-            noise, clip = ExponentialNoise(optimizer, gamma=0.8), ExponentialGradClip(optimizer, gamma=0.9)
+            noise, clip = (
+                ExponentialNoise(optimizer, gamma=0.8),
+                ExponentialGradClip(optimizer, gamma=0.9),
+            )
             if method == "save_checkpoint":
                 epochs(model, optimizer, private, 1)
                 noise.step()
@@ -99,7 +120,9 @@ class TestAllOrNothing:
     def test_no_state_is_loaded_within_a_logical_batch(self) -> None:
         engine, model, optimizer, private = start()
         state = engine.state_dict()
-        with BatchMemoryManager(data_loader=private, max_physical_batch_size=3, optimizer=optimizer) as physical:
+        with BatchMemoryManager(
+            data_loader=private, max_physical_batch_size=3, optimizer=optimizer
+        ) as physical:
             for batch in physical:
                 epochs(model, optimizer, [batch], 1)
                 if optimizer.inside_logical_batch:
@@ -123,14 +146,20 @@ class TestPaused:
         assert [kind == "lower bound" for kind in kinds[2]] == (missed > 0).tolist()
         assert torch.equal(engine.ledger.sums["trace"], complete)
         assert engine.get_fil((missed == 0).nonzero().flatten().tolist()).kind == "estimate"
-        assert engine.accountant.history[-1][2] == engine._training.run.history.steps == 2 * len(private)
+        assert (
+            engine.accountant.history[-1][2]
+            == engine._training.run.history.steps
+            == 2 * len(private)
+        )
 
 
 def frozen_run(n: int, passes: int, draws: int = 2, **options: Any) -> FILPrivacyEngine:
     """A run whose weights do not change."""
     torch.manual_seed(0)
     module, engine = nn.Linear(5, 3).double().to(DEVICE), FILPrivacyEngine()
-    plain = loader(data(n), n // (2 if n == 24 else 4), generator=torch.Generator().manual_seed(draws))
+    plain = loader(
+        data(n), n // (2 if n == 24 else 4), generator=torch.Generator().manual_seed(draws)
+    )
     given = grouped(noise_multiplier=SIGMA, max_grad_norm=C, **options)
     made = engine.make_private(module, torch.optim.SGD(module.parameters(), lr=0.0), plain, **given)
     epochs(*made, passes)
@@ -138,12 +167,17 @@ def frozen_run(n: int, passes: int, draws: int = 2, **options: Any) -> FILPrivac
 
 
 def check_calibration(
-    options: dict[str, Any], runs: int, critical: float = 4.0, coverage: Any = (0.90, 0.99), rtol: float = 0.15
+    options: dict[str, Any],
+    runs: int,
+    critical: float = 4.0,
+    coverage: Any = (0.90, 0.99),
+    rtol: float = 0.15,
 ) -> None:
     """Frozen weights, the same batches: many seeds of the probes against the exact sums.
 
-    A bias of one example is looked for, and one that all share: their mean over a run is known far better. A skipped
-    step is one for all, which leaves less to be learned of the spread from each run.
+    A bias of one example is looked for, and one that all share: their mean over a run is known far
+    better. A skipped step is one for all, which leaves less to be learned of the spread from each
+    run.
     """
     truth = frozen_run(24, 8, estimator="exact").totals.get_trace().value
     results = [frozen_run(24, 8, seed=s, **options).totals.get_trace() for s in range(runs)]
@@ -164,7 +198,9 @@ SKIPPED = {"num_probes": 3, "fil_rate": 0.5}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "runs"), [({"num_probes": 3}, 30), (SKIPPED, 60)])
-def test_probed_runs_are_unbiased_and_their_errors_calibrated(options: dict[str, Any], runs: int) -> None:
+def test_probed_runs_are_unbiased_and_their_errors_calibrated(
+    options: dict[str, Any], runs: int
+) -> None:
     check_calibration(options, runs)
 
 
@@ -175,7 +211,8 @@ def test_few_probed_runs_are_unbiased_and_their_errors_no_worse_than_told() -> N
 
 
 def test_sampling_error_is_the_spread_over_batches() -> None:
-    """Frozen weights, many draws of the batches: the spread of η̄² about its mean is what one run reports.
+    """Frozen weights, many draws of the batches: the spread of η̄² about its mean is what one run
+    reports.
 
     Examples are drawn independently: 144 of them in 10 runs tell as much of the spread as 24 in 60.
     """

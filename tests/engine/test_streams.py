@@ -1,4 +1,7 @@
-"""Streams: ids from the batch, rows that grow, no subsampling credited; against brute force in float64."""
+"""Streams: ids from the batch, rows that grow, no subsampling credited.
+
+Against brute force in float64.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,15 @@ N = 23
 class Shards(IterableDataset):
     """Examples in shards, of which each worker reads its own; no length, no random access."""
 
-    def __init__(self, order: Sequence[int] | None = None, *, kind: str = "tuple", shard: int = 4) -> None:
+    def __init__(
+        self, order: Sequence[int] | None = None, *, kind: str = "tuple", shard: int = 4
+    ) -> None:
         self.tensors = data(N).tensors
-        self.order, self.kind, self.shard = list(range(N)) if order is None else list(order), kind, shard
+        self.order, self.kind, self.shard = (
+            list(range(N)) if order is None else list(order),
+            kind,
+            shard,
+        )
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
@@ -80,7 +89,9 @@ def test_the_ledger_is_the_truth_without_amplification(workers: int) -> None:
 
 
 def test_epsilon_is_that_of_the_most_frequent_example() -> None:
-    """Person 0 comes three times, all others once: ε of three Gaussian releases, however many steps there were."""
+    """Person 0 comes three times, all others once: ε of three Gaussian releases, however many steps
+    there were.
+    """
     run = trained(Shards([*range(10), 0, *range(10, 15), 0, *range(15, N)]))
     assert run.engine.accountant.history == [(SIGMA, 1.0, 3)]
     by_hand = epsilon(torch.tensor([3 / SIGMA**2], dtype=torch.float64))
@@ -93,7 +104,8 @@ def test_individual_epsilon_counts_an_examples_own_steps() -> None:
     squares = Truth(run).squared_norm / (SIGMA * C) ** 2
     own = run.engine.get_individual_epsilon(delta=DELTA).value.cpu()
     assert (own >= epsilon(squares)[rows_of(run)] - 1e-9).all()
-    assert (own <= epsilon(squares * 1.05**2)[rows_of(run)] + 1e-6).all()  # norms are rounded up by at most 5 %
+    # norms are rounded up by at most 5 %
+    assert (own <= epsilon(squares * 1.05**2)[rows_of(run)] + 1e-6).all()
     assert own.max() <= run.engine.get_epsilon(DELTA) + 1e-9
 
 
@@ -173,9 +185,17 @@ def test_a_stream_is_saved_but_neither_read_again_nor_a_numbered_run(tmp_path: P
 def test_noise_for_a_target_epsilon_and_noise_that_falls() -> None:
     """An epoch is one participation of every example; a later, smaller noise counts for all."""
     module, engine = network(), FILPrivacyEngine()
-    target = {"target_epsilon": 8.0, "target_delta": DELTA, "epochs": 2, "id_of": 2, "poisson_sampling": False}
+    target = {
+        "target_epsilon": 8.0,
+        "target_delta": DELTA,
+        "epochs": 2,
+        "id_of": 2,
+        "poisson_sampling": False,
+    }
     parts = module, torch.optim.SGD(module.parameters(), lr=0.3), DataLoader(Shards(), 5)
-    *_, private = engine.make_private_with_epsilon(*parts, criterion=nn.CrossEntropyLoss(), **target)
+    *_, private = engine.make_private_with_epsilon(
+        *parts, criterion=nn.CrossEntropyLoss(), **target
+    )
     for x, y in (batch for _ in range(2) for batch in private):
         engine.train_step(x, y)
     assert 7.9 <= engine.get_epsilon(DELTA) <= 8.0

@@ -1,4 +1,5 @@
-"""Texts of different lengths, padded to the longest of their batch: their own tokens alone are private.
+"""Texts of different lengths, padded to the longest of their batch: their own tokens alone are
+private.
 
 FIL and PLIS by token, too, with the tokens as strings or decoded from the data set.
 """
@@ -27,26 +28,38 @@ WORDS = ["<pad>", "the", " a", "##b", "c", "d", "<e>", "f", "g"]
 
 
 class Reader(nn.Module):
-    """Reads a text by the mean of its tokens; ``careless``: padding's own outputs enter the mean."""
+    """Reads a text by the mean of its tokens; ``careless``: padding's own outputs enter the
+    mean.
+    """
 
     def __init__(self, *, careless: bool = False, padding_idx: int | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words, self.places = nn.Embedding(9, WIDTH, padding_idx=padding_idx), nn.Embedding(6, WIDTH)
+        self.words, self.places = (
+            nn.Embedding(9, WIDTH, padding_idx=padding_idx),
+            nn.Embedding(6, WIDTH),
+        )
         self.hidden, self.head, self.careless = nn.Linear(WIDTH, 3), nn.Linear(3, 2), careless
         self.double()
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         mask = (input_ids != 0) if attention_mask is None else attention_mask
-        weight = (torch.ones_like(mask) if self.careless else mask).to(self.head.weight.dtype)[..., None]
+        weight = (torch.ones_like(mask) if self.careless else mask).to(self.head.weight.dtype)[
+            ..., None
+        ]
         at = self.places(torch.arange(input_ids.shape[1], device=input_ids.device))
-        read = (torch.tanh(self.hidden(self.words(input_ids) + at)) * weight).sum(dim=1) / weight.sum(dim=1)
+        read = (torch.tanh(self.hidden(self.words(input_ids) + at)) * weight).sum(
+            dim=1
+        ) / weight.sum(dim=1)
         return self.head(read)
 
 
 def texts() -> list[tuple[Tensor, int]]:
     generator = torch.Generator().manual_seed(0)
-    return [(torch.randint(1, 9, (length,), generator=generator), k % 2) for k, length in enumerate(LENGTHS)]
+    return [
+        (torch.randint(1, 9, (length,), generator=generator), k % 2)
+        for k, length in enumerate(LENGTHS)
+    ]
 
 
 def padded(items: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
@@ -62,12 +75,24 @@ def padded_with_mask(items: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
 
 
 def trained(
-    module: nn.Module | None = None, collate: Any = padded, steps: int = 2, way: str = "auto", **options: Any
+    module: nn.Module | None = None,
+    collate: Any = padded,
+    steps: int = 2,
+    way: str = "auto",
+    **options: Any,
 ) -> Run:
     module = Reader(padding_idx=0) if module is None else module
-    given = {"criterion": LOSS, "noise_multiplier": SIGMA, "loading": {"collate_fn": collate}, **options}
+    given = {
+        "criterion": LOSS,
+        "noise_multiplier": SIGMA,
+        "loading": {"collate_fn": collate},
+        **options,
+    }
     if collate is padded_with_mask:
-        given["batch_to_inputs"] = lambda batch: ({k: v for k, v in batch.items() if k != "labels"}, batch["labels"])
+        given["batch_to_inputs"] = lambda batch: (
+            {k: v for k, v in batch.items() if k != "labels"},
+            batch["labels"],
+        )
     return train(make(module, texts(), **{"batch_size": 3, **given}), steps=steps, way=way)
 
 
@@ -114,15 +139,22 @@ BY_FUNCTION = Private(submodule="words", lengths=lambda tokens: (tokens != 0).su
     [
         (Reader(padding_idx=0), {}),
         (Reader(padding_idx=0, careless=True), {"way": "train_step"}),
-        (Reader(), {"collate": padded_with_mask, "poisson_sampling": False}),  # the mask floats, and is not private
-        (Reader(careless=True), {"collate": padded_with_mask, "poisson_sampling": False, "way": "train_step"}),
+        # the mask floats, and is not private
+        (Reader(), {"collate": padded_with_mask, "poisson_sampling": False}),
+        (
+            Reader(careless=True),
+            {"collate": padded_with_mask, "poisson_sampling": False, "way": "train_step"},
+        ),
         (tied(), {"collate": padded_with_mask, "private": BY_MASK}),
         (frozen("words"), {"collate": padded_with_mask, "private": BY_MASK}),
         (frozen("words", 0), {"collate": padded_with_mask, "private": Private(submodule="words")}),
-        (frozen("places"), {"private": BY_FUNCTION, "grad_sample_mode": "hooks"}),  # hooks see one row of places
+        # hooks see one row of places
+        (frozen("places"), {"private": BY_FUNCTION, "grad_sample_mode": "hooks"}),
     ],
 )
-def test_tokens_that_are_padding_are_not_private(module: nn.Module, options: dict[str, Any]) -> None:
+def test_tokens_that_are_padding_are_not_private(
+    module: nn.Module, options: dict[str, Any]
+) -> None:
     check(trained(copy.deepcopy(module), **options))
 
 
@@ -151,11 +183,19 @@ def test_sums_by_coordinate_need_the_longest_length() -> None:
 def true_maps(module: nn.Module, row: int) -> tuple[Tensor, Tensor]:
     """η_t of one step and ‖∂PL/∂z_t‖ of every token of a text, [T] each."""
     tokens, label = texts()[row]
-    alone = Pass(random_state(), module.state_dict(), tokens[None].to(DEVICE), torch.tensor([label]).to(DEVICE), [row])
+    alone = Pass(
+        random_state(),
+        module.state_dict(),
+        tokens[None].to(DEVICE),
+        torch.tensor([label]).to(DEVICE),
+        [row],
+    )
     g, jacobian = clipped_and_jacobian(Reader(padding_idx=0).to(DEVICE), alone, "words")
     information = jacobian[0].square().sum(dim=0) / (SIGMA * C) ** 2
     slope = 2 * jacobian[0].T @ g[0] / (SIGMA * C) ** 2
-    return information.reshape(-1, WIDTH).mean(dim=1).sqrt().cpu(), slope.reshape(-1, WIDTH).norm(dim=1).cpu()
+    return information.reshape(-1, WIDTH).mean(dim=1).sqrt().cpu(), slope.reshape(-1, WIDTH).norm(
+        dim=1
+    ).cpu()
 
 
 class Tokenizer:
@@ -166,28 +206,43 @@ class Tokenizer:
 
 
 STRINGS = [[WORDS[token] for token in tokens.tolist()] for tokens, _ in texts()]
-BY_TOKEN = {"track": ("diagonal",), "private": Private(submodule="words", max_length=LONGEST), "steps": 1}
+BY_TOKEN = {
+    "track": ("diagonal",),
+    "private": Private(submodule="words", max_length=LONGEST),
+    "steps": 1,
+}
 
 
 @pytest.mark.parametrize(
-    ("given", "collate"), [(STRINGS, padded), (Tokenizer().decode, padded), (Tokenizer(), padded_with_mask)]
+    ("given", "collate"),
+    [(STRINGS, padded), (Tokenizer().decode, padded), (Tokenizer(), padded_with_mask)],
 )
 def test_maps_by_token_are_those_of_brute_force(given: Any, collate: Any, tmp_path: Path) -> None:
     """η² of a word is the mean of its coordinates' I_jj; padding is neither decoded nor shown."""
     run = trained(collate=collate, poisson_sampling=False, **BY_TOKEN)
     saved = load(run.engine.save_run(tmp_path / "run.parquet", delta=1e-5, texts=given))
     maps = saved.texts
-    assert maps.rows.tolist() == run.engine.get_fil().value.argsort(descending=True).tolist()[:3]  # of the one batch
+    # of the one batch
+    assert maps.rows.tolist() == run.engine.get_fil().value.argsort(descending=True).tolist()[:3]
     for row, own, *shown in zip(maps.rows, maps.words, maps.fil, maps.plis, strict=True):
         assert own == STRINGS[row]
-        for values, true in zip(shown, (true_maps(run.plain, row)[0], true_maps(run.module, row)[1]), strict=True):
+        for values, true in zip(
+            shown, (true_maps(run.plain, row)[0], true_maps(run.module, row)[1]), strict=True
+        ):
             assert np.allclose(values[: LENGTHS[row]], true, rtol=1e-6)
             assert np.isnan(values[LENGTHS[row] :]).all()
 
 
 def test_words_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    engine, untracked = trained(**BY_TOKEN).engine, trained(private=Private(submodule="words")).engine
+    engine, untracked = (
+        trained(**BY_TOKEN).engine,
+        trained(private=Private(submodule="words")).engine,
+    )
     longer = [[*each, *"abcde"] for each in STRINGS]
-    for run, given, why in ((engine, STRINGS[:-1], "7"), (engine, longer, "fit"), (untracked, STRINGS, "'diagonal'")):
+    for run, given, why in (
+        (engine, STRINGS[:-1], "7"),
+        (engine, longer, "fit"),
+        (untracked, STRINGS, "'diagonal'"),
+    ):
         with pytest.raises(ValueError, match=why):
             run.save_run(tmp_path / "wrong.parquet", delta=1e-5, texts=given)

@@ -16,7 +16,9 @@ from torchfil import FILPrivacyEngine
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a correction of rank 2, zero at first, as in LoRA; ``on`` as in peft's disable_adapter."""
+    """A frozen layer with a correction of rank 2, zero at first, as in LoRA; ``on`` as in peft's
+    disable_adapter.
+    """
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -61,7 +63,9 @@ def frozen(model: Any, optimizer: Any) -> None:
 
 def assigned(model: Any, optimizer: Any) -> None:
     own = model._module
-    own.load_state_dict({name: value.clone() for name, value in own.state_dict().items()}, assign=True)
+    own.load_state_dict(
+        {name: value.clone() for name, value in own.state_dict().items()}, assign=True
+    )
 
 
 def wrapped(model: Any, optimizer: Any) -> None:
@@ -74,7 +78,9 @@ def merged(model: Any, optimizer: Any) -> None:
     model._module[0] = model._module[0].layer
 
 
-@pytest.mark.parametrize("change", [shortened, exchanged, extended, unfrozen, frozen, assigned, wrapped, merged])
+@pytest.mark.parametrize(
+    "change", [shortened, exchanged, extended, unfrozen, frozen, assigned, wrapped, merged]
+)
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_change_of_the_trained_weights_after_make_private_is_refused(
     change: Callable[[Any, Any], None], begun: bool
@@ -97,8 +103,12 @@ def test_a_change_of_the_trained_weights_after_make_private_is_refused(
 
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("poisson", [True, False])
-def test_another_optimizer_than_the_private_one_is_noticed(poisson: bool, steps_before: int) -> None:
-    """It would train nothing, as no gradient reaches the weights: in the first epoch, or a later phase of training."""
+def test_another_optimizer_than_the_private_one_is_noticed(
+    poisson: bool, steps_before: int
+) -> None:
+    """It would train nothing, as no gradient reaches the weights: in the first epoch, or a later
+    phase of training.
+    """
     _, module, model, optimizer, private = make(poisson_sampling=poisson)
     batches = iter(private)
     for batch in islice(batches, steps_before):

@@ -1,4 +1,6 @@
-"""Files, pages and bars of a run that trains: they change nothing, keep to their time, and show the run's numbers."""
+"""Files, pages and bars of a run that trains: they change nothing, keep to their time, and show the
+run's numbers.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,28 @@ from torchfil.utils.errors import RunFileError
 
 
 def private(accountant: str = "rdp", **options: Any) -> tuple[FILPrivacyEngine, Any, Any]:
-    """An engine, its loader of four steps, and a step, with dropout; the same numbers at every call."""
+    """An engine, its loader of four steps, and a step, with dropout.
+
+    The same numbers at every call.
+    """
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
     data = TensorDataset(torch.rand(32, 1, 4, 4), torch.randint(3, (32,)))
-    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3)
+    )
     engine = FILPrivacyEngine(noise_seed=0, accountant=accountant)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given = {"noise_multiplier": 1.0, "questions": {"in?": Absent()}, "track": ("diagonal",), **options}
-    model, optimizer, loader = engine.make_private(model, optimizer, DataLoader(data, batch_size=8), **given)
+    given = {
+        "noise_multiplier": 1.0,
+        "questions": {"in?": Absent()},
+        "track": ("diagonal",),
+        **options,
+    }
+    model, optimizer, loader = engine.make_private(
+        model, optimizer, DataLoader(data, batch_size=8), **given
+    )
 
     def step(x: Any, y: Any) -> None:
         optimizer.zero_grad()
@@ -90,7 +104,11 @@ def test_each_new_cause_is_one_warning_and_the_earlier_file_stays(
 
         monkeypatch.setattr("torchfil.run.columns.write_run", broken)
 
-    for error in (OSError(errno.EIO, "disk"), PermissionError(errno.EACCES, "denied"), RunFileError("4 MiB")):
+    for error in (
+        OSError(errno.EIO, "disk"),
+        PermissionError(errno.EACCES, "denied"),
+        RunFileError("4 MiB"),
+    ):
         fails(error)
         with pytest.warns(UserWarning, match=type(error).__name__) as found:
             trained(engine, loader, step, epochs=1)
@@ -111,7 +129,10 @@ def test_a_bar_or_a_page_that_fails_warns_once_and_leaves_the_run_alone() -> Non
 
     engine, loader, step = private()
     show_every(engine, down, 1e-5, steps=1, share=1.0)
-    with engine.watch(delta=1e-5, every=1) as watch, pytest.warns(UserWarning, match="is down") as found:
+    with (
+        engine.watch(delta=1e-5, every=1) as watch,
+        pytest.warns(UserWarning, match="is down") as found,
+    ):
         watch._shown += [down]
         trained(engine, loader, step)
     assert len(found) == 2
@@ -201,7 +222,9 @@ def test_all_ranks_wait_for_the_latest() -> None:
     assert done == [1]
 
 
-def test_a_watch_serves_until_it_stops_and_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_watch_serves_until_it_stops_and_leaves_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     import urllib.error
     import urllib.request
 

@@ -60,8 +60,13 @@ def test_what_it_says(way: str, options: dict[str, Any], tmp_path: Path) -> None
 
 
 def test_paused_and_noise_that_comes_later() -> None:
-    """An example's first step without noise tells all, whatever follows; others are as in a run with noise."""
-    engine, model, optimizer, loader = made(noise_multiplier=1.0, poisson_sampling=False, estimator="exact")
+    """An example's first step without noise tells all, whatever follows.
+
+    Others are as in a run with noise.
+    """
+    engine, model, optimizer, loader = made(
+        noise_multiplier=1.0, poisson_sampling=False, estimator="exact"
+    )
     scheduler = LambdaNoise(optimizer, noise_lambda=lambda step: float(step != 1))
     for k, (x, y) in enumerate(loader):
         if k == 3:

@@ -24,7 +24,9 @@ def mlp() -> Any:
 
 def examples(count: int = 24, *shape: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(count, *(shape or (3,)), generator=generator), torch.randint(2, (count,), generator=generator)
+    return torch.randn(count, *(shape or (3,)), generator=generator), torch.randint(
+        2, (count,), generator=generator
+    )
 
 
 def start(
@@ -38,20 +40,44 @@ def start(
     loading: Any = None,
     **options: Any,
 ) -> Any:
-    """Engine, model, optimizer and loader; by default the learning rate is 0 and every batch comes in order."""
+    """Engine, model, optimizer and loader.
+
+    By default the learning rate is 0 and every batch comes in order.
+    """
     engine = FILPrivacyEngine()
-    given = {"poisson_sampling": False, "noise_multiplier": 1.0, "max_grad_norm": 1.0, "criterion": LOSS}
+    given = {
+        "poisson_sampling": False,
+        "noise_multiplier": 1.0,
+        "max_grad_norm": 1.0,
+        "criterion": LOSS,
+    }
     given |= {"grad_sample_mode": "auto" if way == "auto" else "hooks"} | options
     dataset = data if isinstance(data, DataLoader | Dataset | list) else TensorDataset(*data)
-    loader = data if isinstance(data, DataLoader) else DataLoader(dataset, batch_size=batch, **loading or {})
-    optimizer = optimizer or torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=lr)
+    loader = (
+        data
+        if isinstance(data, DataLoader)
+        else DataLoader(dataset, batch_size=batch, **loading or {})
+    )
+    optimizer = optimizer or torch.optim.SGD(
+        [p for p in module.parameters() if p.requires_grad], lr=lr
+    )
     return engine, *engine.make_private(module.to(DEVICE), optimizer, loader, **grouped(**given))
 
 
 def step(
-    engine: FILPrivacyEngine, model: Any, optimizer: Any, x: Any, y: Tensor, way: str = "auto", loss: Any = LOSS
+    engine: FILPrivacyEngine,
+    model: Any,
+    optimizer: Any,
+    x: Any,
+    y: Tensor,
+    way: str = "auto",
+    loss: Any = LOSS,
 ) -> None:
-    x = {name: value.to(DEVICE) for name, value in x.items()} if isinstance(x, dict) else x.to(DEVICE)
+    x = (
+        {name: value.to(DEVICE) for name, value in x.items()}
+        if isinstance(x, dict)
+        else x.to(DEVICE)
+    )
     if way == "train_step":
         engine.train_step(x, y.to(DEVICE))
         return
@@ -61,7 +87,13 @@ def step(
 
 
 def trained(
-    engine: Any, model: Any, optimizer: Any, loader: Any, way: str = "auto", loss: Any = LOSS, steps: int | None = None
+    engine: Any,
+    model: Any,
+    optimizer: Any,
+    loader: Any,
+    way: str = "auto",
+    loss: Any = LOSS,
+    steps: int | None = None,
 ) -> FILPrivacyEngine:
     """So many steps of one pass over the loader, or all."""
     for _, (x, y) in zip(range(steps or len(loader)), loader, strict=False):

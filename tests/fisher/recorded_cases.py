@@ -1,4 +1,6 @@
-"""Layers and models of every kind, and what each Jacobian of them is compared with: plain autograd, in float64."""
+"""Layers and models of every kind, and what each Jacobian of them is compared with: plain autograd,
+in float64.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,12 @@ class Truth:
 
     @classmethod
     def of_plain_passes(cls, gradients: ExampleGradients, probes: Tensor) -> Truth:
-        """From g, ∇‖g‖² and Jᵀu of one example after the other, with the mechanism's clip function."""
-        found = [[gradients.plain_products_of_one(i, u) for i in range(len(gradients))] for u in probes]
+        """From g, ∇‖g‖² and Jᵀu of one example after the other, with the mechanism's clip
+        function.
+        """
+        found = [
+            [gradients.plain_products_of_one(i, u) for i in range(len(gradients))] for u in probes
+        ]
         g, slope = (torch.stack([row[k] for row in found[0]]) for k in (0, 1))
         rows = torch.stack([torch.stack([row[2] for row in each]) for each in found])
         norm, clip = g.norm(dim=1), MECHANISM.clip
@@ -83,7 +89,9 @@ class Truth:
 def close(value: Tensor, truth: Tensor, tolerance: float = 1e-8) -> None:
     """Equal to a relative error, with the largest entry for the small ones."""
     largest = float(truth.abs().max()) if truth.numel() else 0.0
-    torch.testing.assert_close(value, truth, rtol=tolerance, atol=1e-2 * tolerance * max(largest, 1e-2))
+    torch.testing.assert_close(
+        value, truth, rtol=tolerance, atol=1e-2 * tolerance * max(largest, 1e-2)
+    )
 
 
 def probes_for(gradients: ExampleGradients, count: int = 2) -> Tensor:
@@ -98,7 +106,10 @@ def check_products(jacobian: Jacobian, truth: Truth, mechanism: Mechanism) -> No
     for at_once in (1, 2):
         close(torch.stack(list(jacobian.perpendicular_rows(truth.probes, at_once))), truth.across)
     perpendicular, parallel = (weight.sqrt()[:, None] for weight in mechanism.weights(norm))
-    close(jacobian.folded_row(mechanism, truth.probes[0]), perpendicular * truth.across[0] + parallel * truth.along)
+    close(
+        jacobian.folded_row(mechanism, truth.probes[0]),
+        perpendicular * truth.across[0] + parallel * truth.along,
+    )
     mask = (torch.arange(len(norm)) % 3 != 1).to(truth.clipped)
     close(flatten(jacobian.clipped_sum(mask)), mask @ truth.clipped, 1e-9)
 
@@ -107,11 +118,19 @@ def state_of(model: nn.Module) -> Any:
     """All that a pass might change: hooks, attributes, parameters."""
     hooks = [dict(module._forward_hooks) for module in model.modules()]
     attributes = [sorted(vars(module)) for module in model.modules()]
-    return hooks, attributes, {name: (id(p), p.requires_grad, p.grad) for name, p in model.named_parameters()}
+    return (
+        hooks,
+        attributes,
+        {name: (id(p), p.requires_grad, p.grad) for name, p in model.named_parameters()},
+    )
 
 
-def check(gradients: ExampleGradients, *, generic: tuple[str, ...] | None = None, mapped: bool = True) -> None:
-    """A recorded pass, whole and in halves, and mapped gradients, against plain passes; with a weight ω by example.
+def check(
+    gradients: ExampleGradients, *, generic: tuple[str, ...] | None = None, mapped: bool = True
+) -> None:
+    """A recorded pass, whole and in halves, and mapped gradients, against plain passes.
+
+    With a weight ω by example.
 
     Args:
         gradients: The examples with model and loss.
@@ -132,7 +151,8 @@ def check(gradients: ExampleGradients, *, generic: tuple[str, ...] | None = None
     check_products(recorded, truth, MECHANISM)
     assert DEVICE != "cpu" or not gradients.facts.probes_apart
 
-    early = replace(gradients, loss_fn=lambda outputs, targets: outputs.sum())  # the forward half knows no loss
+    # the forward half knows no loss
+    early = replace(gradients, loss_fn=lambda outputs, targets: outputs.sum())
     forward = forward_pass(early, gradients.examples.z.detach().requires_grad_())
     released = RecordedJacobian(gradients, MECHANISM, forward, measured=False)
     close(released.losses, recorded.losses, 1e-12)
@@ -150,7 +170,9 @@ def check(gradients: ExampleGradients, *, generic: tuple[str, ...] | None = None
     assert all(torch.equal(v, buffers[k]) for k, v in model.state_dict().items())
 
 
-def gradients_of(model: nn.Module, *inputs: Tensor, loss_fn: Any = None, private: Any = None) -> ExampleGradients:
+def gradients_of(
+    model: nn.Module, *inputs: Tensor, loss_fn: Any = None, private: Any = None
+) -> ExampleGradients:
     """In float64, with random targets."""
     model = model.to(DEVICE).double()
     given = tuple(x.to(DEVICE).double() if x.is_floating_point() else x.to(DEVICE) for x in inputs)
@@ -172,7 +194,9 @@ def flat(layer: nn.Module) -> nn.Module:
 
 def mixed() -> nn.Module:
     """A parameter that meets the examples in a sum of products."""
-    return Model(lambda m, x: torch.einsum("bi,ij->bj", x, m.mix), mix=nn.Parameter(torch.randn(3, 3)))
+    return Model(
+        lambda m, x: torch.einsum("bi,ij->bj", x, m.mix), mix=nn.Parameter(torch.randn(3, 3))
+    )
 
 
 def scaled() -> nn.Module:
@@ -189,16 +213,28 @@ LAYERS: Cases = {
     "conv1d": (lambda: nn.Conv1d(2, 3, 3, stride=2, padding=1), (2, 7)),
     "conv2d": (lambda: nn.Conv2d(2, 3, 3), (2, 5, 6)),
     "conv2d by Gram matrices": (lambda: nn.Conv2d(6, 8, 2), (6, 3, 2)),
-    "conv2d stride, padding": (lambda: nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 2)), (2, 5, 6)),
+    "conv2d stride, padding": (
+        lambda: nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 2)),
+        (2, 5, 6),
+    ),
     "conv2d many channels": (lambda: nn.Conv2d(8, 3, (3, 2), padding=(2, 1)), (8, 4, 5)),
-    "conv2d strides that differ": (lambda: nn.Conv2d(8, 2, (4, 3), stride=(4, 1), padding=(3, 2)), (8, 11, 5)),
-    "conv2d groups, stride": (lambda: nn.Conv2d(4, 6, (3, 2), groups=2, stride=(2, 3), padding=1), (4, 6, 5)),
+    "conv2d strides that differ": (
+        lambda: nn.Conv2d(8, 2, (4, 3), stride=(4, 1), padding=(3, 2)),
+        (8, 11, 5),
+    ),
+    "conv2d groups, stride": (
+        lambda: nn.Conv2d(4, 6, (3, 2), groups=2, stride=(2, 3), padding=1),
+        (4, 6, 5),
+    ),
     "conv2d groups, one position": (lambda: nn.Conv2d(4, 6, 2, groups=2), (4, 2, 2)),
     "conv2d circular": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 5, 5)),
     "conv2d a rest": (lambda: nn.Conv2d(8, 2, 2, stride=2), (8, 5, 3)),
     "conv3d": (lambda: nn.Conv3d(2, 2, 2, stride=(1, 2, 1)), (2, 3, 4, 3)),
     "transposed conv": (lambda: nn.ConvTranspose2d(2, 3, 2), (2, 3, 3)),
-    "groupnorm without weights": (lambda: nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(3, 3, affine=False)), (3, 4)),
+    "groupnorm without weights": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(3, 3, affine=False)),
+        (3, 4),
+    ),
     "layernorm on tokens": (lambda: nn.LayerNorm((4, 3)), (2, 4, 3)),
     "rmsnorm": (lambda: nn.RMSNorm(5), (3, 5)),
     "groupnorm": (lambda: nn.GroupNorm(2, 4), (4, 3, 3)),
@@ -207,7 +243,14 @@ LAYERS: Cases = {
     "prelu": (lambda: nn.PReLU(4), (4,)),
 }
 # With the first parameter frozen, too.
-FROZEN = ("linear", "conv2d", "layernorm on tokens", "groupnorm", "instancenorm", "own parameters beside a child")
+FROZEN = (
+    "linear",
+    "conv2d",
+    "layernorm on tokens",
+    "groupnorm",
+    "instancenorm",
+    "own parameters beside a child",
+)
 
 
 class Dense(nn.Linear):
@@ -224,7 +267,9 @@ def linear_layers(run: Callable[..., Any], **sizes: tuple[int, int]) -> Callable
 
 
 def tied() -> nn.Module:
-    model = linear_layers(lambda m, x: m.second(torch.tanh(m.first(x))), first=(4, 4), second=(4, 4))()
+    model = linear_layers(
+        lambda m, x: m.second(torch.tanh(m.first(x))), first=(4, 4), second=(4, 4)
+    )()
     model.second.weight = model.first.weight
     return model
 
@@ -240,7 +285,9 @@ def folded(together: bool, layer: nn.Module | None = None) -> nn.Module:
     return Model(run, layer=layer or nn.Linear(4, 4))
 
 
-def attends(*, across: bool = False, need_weights: bool = False, kdim: int | None = None, **options: Any) -> nn.Module:
+def attends(
+    *, across: bool = False, need_weights: bool = False, kdim: int | None = None, **options: Any
+) -> nn.Module:
     """Attention with both masks, on x and, across, on a part of it."""
 
     def run(m: Any, x: Tensor) -> Tensor:
@@ -248,7 +295,9 @@ def attends(*, across: bool = False, need_weights: bool = False, kdim: int | Non
         padding = (torch.arange(x.shape[1]) == 2).expand(len(x), -1).to(x.device)
         causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         inputs = (x, keys[..., :kdim], keys) if across else (x if first else x.transpose(0, 1),) * 3
-        h = m.attention(*inputs, need_weights=need_weights, key_padding_mask=padding, attn_mask=causal)[0]
+        h = m.attention(
+            *inputs, need_weights=need_weights, key_padding_mask=padding, attn_mask=causal
+        )[0]
         return m.head(torch.tanh(h if first else h.transpose(0, 1))).mean(dim=1)
 
     attention = nn.MultiheadAttention(4, 2, kdim=kdim, **{"batch_first": True, **options})
@@ -259,7 +308,9 @@ def attends(*, across: bool = False, need_weights: bool = False, kdim: int | Non
 def attends_to_other_values() -> nn.Module:
     """Queries that are the keys, and values of their own, as in detection transformers."""
     attention = nn.MultiheadAttention(4, 2, batch_first=True)
-    return Model(lambda m, x: m.attention(s := x.sin(), s, x.cos())[0].mean(dim=1), attention=attention)
+    return Model(
+        lambda m, x: m.attention(s := x.sin(), s, x.cos())[0].mean(dim=1), attention=attention
+    )
 
 
 def in_place(m: Any, x: Tensor) -> Tensor:
@@ -275,7 +326,9 @@ def time_first() -> nn.Module:
         return m.head(m.norm(torch.tanh(m.layer(x.transpose(0, 1) + m.table))).mean(dim=0))
 
     table = nn.Parameter(torch.randn(3, 1, 4))
-    return Model(run, table=table, layer=nn.Linear(4, 4), norm=nn.LayerNorm(4), head=nn.Linear(4, 2))
+    return Model(
+        run, table=table, layer=nn.Linear(4, 4), norm=nn.LayerNorm(4), head=nn.Linear(4, 2)
+    )
 
 
 def twice(m: Any, x: Tensor) -> Tensor:
@@ -284,7 +337,9 @@ def twice(m: Any, x: Tensor) -> Tensor:
 
 def in_two_layouts(m: Any, x: Tensor) -> Tensor:
     """The same layer with the examples first, and behind as many positions."""
-    return m.head(torch.tanh(m.layer(x)) + torch.tanh(m.layer(x.transpose(0, 1).cos())).transpose(0, 1)).mean(dim=1)
+    return m.head(
+        torch.tanh(m.layer(x)) + torch.tanh(m.layer(x.transpose(0, 1).cos())).transpose(0, 1)
+    ).mean(dim=1)
 
 
 def with_and_without_the_examples(m: Any, x: Tensor) -> Tensor:
@@ -299,12 +354,18 @@ MODELS: Cases = {
     "a layer used twice": (linear_layers(twice, layer=(4, 4), head=(4, 2)), (4,)),
     "tied weights": (tied, (4,)),
     "in-place operations": (linear_layers(in_place, first=(4, 5), second=(5, 2)), (4,)),
-    "a layer in two layouts": (linear_layers(in_two_layouts, layer=(4, 4), head=(4, 2)), (BATCH, 4)),
+    "a layer in two layouts": (
+        linear_layers(in_two_layouts, layer=(4, 4), head=(4, 2)),
+        (BATCH, 4),
+    ),
     "rows of all examples as one batch": (partial(folded, True), (2, 4)),
     "rows of all examples, normalised": (lambda: folded(True, nn.GroupNorm(2, 4)), (2, 4)),
     "positions first": (time_first, (3, 4)),
     "a weight used behind its layer's back": (linear_layers(behind_its_back, layer=(4, 4)), (4,)),
-    "with and without the examples": (linear_layers(with_and_without_the_examples, layer=(4, 4)), (4,)),
+    "with and without the examples": (
+        linear_layers(with_and_without_the_examples, layer=(4, 4)),
+        (4,),
+    ),
     "subclasses": (lambda: nn.Sequential(Dense(4, 4), nn.Tanh(), Dense(4, 2)), (4,)),
     "weight normalisation": (lambda: between(weight_norm(nn.Linear(4, 3))), (4,)),
     "weight normalisation by hooks": (lambda: between(nn.utils.weight_norm(nn.Linear(4, 3))), (4,)),
@@ -317,7 +378,9 @@ MODELS: Cases = {
     "attention, its weights asked for": (partial(attends, need_weights=True), (3, 4)),
     "attention with rows added": (partial(attends, add_bias_kv=True), (5, 4)),
     "a layer of two inputs that is given one": (
-        lambda: Model(lambda m, x: torch.tanh(m.pair(torch.tanh(x), torch.tanh(x))), pair=nn.Bilinear(3, 3, 4)),
+        lambda: Model(
+            lambda m, x: torch.tanh(m.pair(torch.tanh(x), torch.tanh(x))), pair=nn.Bilinear(3, 3, 4)
+        ),
         (3,),
     ),
 }
@@ -357,7 +420,10 @@ Use = tuple[Callable[[Any, Tensor], Tensor], tuple[int, ...]]
 USES: dict[str, Use] = {
     "scale": (lambda m, h: m.theta * h, (4,)),
     "position": (lambda m, h: h + m.theta[: h.shape[1]], (5, 4)),
-    "as many positions as examples": (lambda m, h: torch.cat([h, h[:, :1]], 1) * m.theta, (BATCH, 4)),
+    "as many positions as examples": (
+        lambda m, h: torch.cat([h, h[:, :1]], 1) * m.theta,
+        (BATCH, 4),
+    ),
     "broadcast inside": (lambda m, h: h * m.theta, (2, 1)),
     "class token": (lambda m, h: torch.cat([m.theta.expand(len(h), -1, -1), h], dim=1), (1, 1, 4)),
     "two together": (lambda m, h: torch.addcmul(h, m.theta, m.other), (4,)),
@@ -365,16 +431,30 @@ USES: dict[str, Use] = {
     "in place": (_changed_in_place, (4,)),
     "product": (lambda m, h: h @ m.theta, (4, 4)),
     "sum of both kinds": (lambda m, h: m.theta[0] * h + h @ m.theta, (4, 4)),
-    "tokens of all": (lambda m, h: torch.addmm(m.other, h.reshape(-1, 4), m.theta).reshape(h.shape), (4, 4)),
-    "time first": (lambda m, h: (F.linear(h.transpose(0, 1), m.theta) + m.theta[:2, None]).transpose(0, 1), (4, 4)),
+    "tokens of all": (
+        lambda m, h: torch.addmm(m.other, h.reshape(-1, 4), m.theta).reshape(h.shape),
+        (4, 4),
+    ),
+    "time first": (
+        lambda m, h: (F.linear(h.transpose(0, 1), m.theta) + m.theta[:2, None]).transpose(0, 1),
+        (4, 4),
+    ),
     "layer norm": (lambda m, h: F.layer_norm(h, (4,), m.theta, m.other), (4,)),
     "group norm": (lambda m, h: F.group_norm(h, 1, m.theta, m.other[:2]), (2,)),
-    "standardised convolution": (lambda m, h: F.conv1d(h, _standardised(m.theta), padding="same"), (2, 2, 3)),
+    "standardised convolution": (
+        lambda m, h: F.conv1d(h, _standardised(m.theta), padding="same"),
+        (2, 2, 3),
+    ),
     "rows of a table": (lambda m, h: h * m.theta[(h.detach() > 0).sum(dim=-1)], (5, 4)),
     "embedding": (lambda m, h: h * F.embedding((h.detach() > 0).sum(dim=-1), m.theta, 1), (5, 4)),
-    "added to scores": (lambda m, h: F.scaled_dot_product_attention(*[h[:, None]] * 3, m.theta)[:, 0], (2, 2)),
+    "added to scores": (
+        lambda m, h: F.scaled_dot_product_attention(*[h[:, None]] * 3, m.theta)[:, 0],
+        (2, 2),
+    ),
     "windows": (
-        lambda m, h: F.scaled_dot_product_attention(*[h.reshape(-1, 1, 4, 1)] * 3, m.theta.exp()).reshape(h.shape),
+        lambda m, h: F.scaled_dot_product_attention(
+            *[h.reshape(-1, 1, 4, 1)] * 3, m.theta.exp()
+        ).reshape(h.shape),
         (1, 4, 4),
     ),
     "queries": (lambda m, h: m.body(m.theta.expand(len(h), -1, -1)) * h, (2, 4)),
@@ -385,11 +465,15 @@ USES: dict[str, Use] = {
 OTHER_USES: dict[str, Use] = {
     "sum": (lambda m, h: torch.einsum("bti,ij->btj", h, m.theta), (4, 4)),
     "embedding, divided by counts": (
-        lambda m, h: h * F.embedding((h.detach() > 0).sum(dim=-1) // 3, m.theta, scale_grad_by_freq=True),
+        lambda m, h: (
+            h * F.embedding((h.detach() > 0).sum(dim=-1) // 3, m.theta, scale_grad_by_freq=True)
+        ),
         (5, 4),
     ),
     "addmm with factors": (
-        lambda m, h: torch.addmm(m.other, h.reshape(-1, 4), m.theta, beta=2, alpha=0.5).reshape(h.shape),
+        lambda m, h: torch.addmm(m.other, h.reshape(-1, 4), m.theta, beta=2, alpha=0.5).reshape(
+            h.shape
+        ),
         (4, 4),
     ),
     "an autograd function": (lambda m, h: _Unseen.apply(h, m.theta), (4,)),
@@ -407,7 +491,9 @@ def using(use: Callable[[Any, Tensor], Tensor], shape: tuple[int, ...]) -> nn.Mo
 
 
 def bert(layer: bool) -> nn.Module:
-    """Integer tokens, with positions from a layer without examples, or from a table of the model's own."""
+    """Integer tokens, with positions from a layer without examples, or from a table of the model's
+    own.
+    """
 
     def run(m: Any, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)

@@ -1,4 +1,6 @@
-"""Subsampling factors against integration, the paper's formula, and a simulation of the real step."""
+"""Subsampling factors against integration, the paper's formula, and a simulation of the real
+step.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_factors_against_two_dimensional_integration(q: float) -> None:
         (lambda: fisher.analytic_gaussian_epsilon(0.0, 0.1), "noise_multiplier"),
         (lambda: fisher.get_amplification("theorem4"), "unknown"),
         (
-            lambda: fisher.Mechanism.build(1.0, 1.0, amplification=fisher.PoissonAmplification(0.01), sample_rate=0.1),
+            lambda: fisher.Mechanism.build(
+                1.0, 1.0, amplification=fisher.PoissonAmplification(0.01), sample_rate=0.1
+            ),
             "does not fit",
         ),
         (lambda: fisher.Mechanism.build(1.0, 1.0, amplification="poisson"), "unknown"),
@@ -79,9 +83,12 @@ def test_an_amplification_of_ones_own() -> None:
 
 @pytest.mark.parametrize("q", [0.05, 0.4])
 def test_simulated_scores_of_the_real_step_agree(q: float) -> None:
-    """Sample the release o = b g̃ + N(0, s²I), b ~ Bernoulli(q), of a tiny model; average its score's outer product.
+    """Sample the release o = b g̃ + N(0, s²I), b ~ Bernoulli(q), of a tiny model.
 
-    The score is ∂/∂z log(q N(o; g̃, s²I) + (1−q) N(o; 0, s²I)); divided by q, the chance of taking part.
+    Average its score's outer product.
+
+    The score is ∂/∂z log(q N(o; g̃, s²I) + (1−q) N(o; 0, s²I)); divided by q, the chance of taking
+    part.
     """
     case, sigma, count = build("mlp", 1), 0.9, 200_000
     settings, s = {"max_grad_norm": case.C, "noise_multiplier": sigma}, sigma * case.C
@@ -102,4 +109,6 @@ def test_simulated_scores_of_the_real_step_agree(q: float) -> None:
     )
     assert ((mean - exact).abs() < 4.5 * error).all()
     assert (mean.trace() - exact.trace()).abs() < 0.05 * exact.trace()
-    assert ((mean - unamplified).abs() > 10 * error).any(), "the simulation can tell the factors apart"
+    assert ((mean - unamplified).abs() > 10 * error).any(), (
+        "the simulation can tell the factors apart"
+    )

@@ -29,10 +29,18 @@ cross_entropy = nn.CrossEntropyLoss()
 @pytest.mark.parametrize("amplification", [None, PoissonAmplification(0.1)])
 @pytest.mark.parametrize("clip", ["smooth", "gelu"])
 def test_zero_gradient(clip: str, amplification: PoissonAmplification | None) -> None:
-    """A perfect fit: g = 0, J = 2 x wᵀ, and the FIM is φ(0)² JᵀJ/s², times q where subsampled; never NaN."""
+    """A perfect fit: g = 0, J = 2 x wᵀ, and the FIM is φ(0)² JᵀJ/s², times q where subsampled.
+
+    Never NaN.
+    """
     model, x = nn.Linear(3, 1, bias=False).double(), torch.randn(4, 3).double()
     arguments: Any = (model, nn.MSELoss(), x, model(x).detach())
-    settings: Any = {"max_grad_norm": 0.5, "noise_multiplier": 2.0, "clip": clip, "amplification": amplification}
+    settings: Any = {
+        "max_grad_norm": 0.5,
+        "noise_multiplier": 2.0,
+        "clip": clip,
+        "amplification": amplification,
+    }
     scale = 1.0
     if clip == "gelu":  # c(0) = GELU(−1) + 1
         scale = 1 / (1 - 0.5 * (1 + math.erf(-1 / math.sqrt(2))))
@@ -87,7 +95,9 @@ def test_a_model_that_is_not_finite_for_one_example_leaves_the_others_theirs() -
     inputs[2, 1] = -1.0
     model = Model(lambda m, x: m.linear(x.log()), linear=nn.Linear(3, 2))
     found, alone = (
-        largest_eigenvalue(fisher.exact_fim(model, cross_entropy, inputs[rows], targets[rows], **SETTINGS))
+        largest_eigenvalue(
+            fisher.exact_fim(model, cross_entropy, inputs[rows], targets[rows], **SETTINGS)
+        )
         for rows in (range(4), others)
     )
     assert found[2].isinf()
@@ -103,7 +113,13 @@ def batch_norm(train: bool = True, frozen: bool = False) -> nn.Module:
 def of(name: str, **changed: Any) -> dict[str, Any]:
     """A case of three examples with some arguments changed."""
     case = build(name, 3)
-    return {"model": case.model, "loss_fn": case.loss_fn, "inputs": case.inputs, "targets": case.targets, **changed}
+    return {
+        "model": case.model,
+        "loss_fn": case.loss_fn,
+        "inputs": case.inputs,
+        "targets": case.targets,
+        **changed,
+    }
 
 
 def classifier(model: nn.Module, **changed: Any) -> dict[str, Any]:
@@ -118,27 +134,54 @@ def changed(**private: Any) -> dict[str, Any]:
 TWO, TARGETS = build("two_inputs", 3).inputs, build("private_target", 3).targets
 UNSUPPORTED = UnsupportedModuleError
 dropping = Model(lambda m, x: m.layer(nn.functional.dropout(x)), layer=nn.Linear(3, 2))
-running = {"model": nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True)), "inputs": torch.randn(3, 2, 3)}
+running = {
+    "model": nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True)),
+    "inputs": torch.randn(3, 2, 3),
+}
 named = {"model": Model(lambda m, age: m.inner(age), inner=nn.Linear(3, 2)), "inputs": {"age": X}}
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "targets": (lambda: of("private_target", targets=TARGETS * BAD), ValueError, "targets has NaN"),
     "batch norm": (lambda: classifier(batch_norm()), UNSUPPORTED, r"1 \(BatchNorm1d\).*GroupNorm"),
     "batch norm, eval": (lambda: classifier(batch_norm(False)), UNSUPPORTED, "batch normalisation"),
-    "batch norm, frozen": (lambda: classifier(batch_norm(True, True)), UNSUPPORTED, "batch normalisation"),
+    "batch norm, frozen": (
+        lambda: classifier(batch_norm(True, True)),
+        UNSUPPORTED,
+        "batch normalisation",
+    ),
     "instance norm": (lambda: classifier(**running), UNSUPPORTED, "running statistics"),
-    "dropout": (lambda: classifier(nn.Sequential(nn.Linear(3, 2), nn.Dropout())), UNSUPPORTED, "dropout"),
+    "dropout": (
+        lambda: classifier(nn.Sequential(nn.Linear(3, 2), nn.Dropout())),
+        UNSUPPORTED,
+        "dropout",
+    ),
     "dropout, a function": (lambda: classifier(dropping), UNSUPPORTED, "random numbers"),
     "integers": (lambda: of("transformer"), ValueError, r"Private\(submodule='embedding'\)"),
     "integers, private": (lambda: of("transformer", private=Private(inputs=0)), TypeError, "int64"),
-    "no submodule": (lambda: of("transformer", private=Private(submodule="embeddings")), ValueError, "it has"),
-    "not reduced": (lambda: of("private_target", loss_fn=nn.MSELoss(reduction="none")), ValueError, "2 numbers"),
-    "frozen": (lambda: of("mlp", model=build("mlp", 1).model.requires_grad_(False)), ValueError, "no trainable"),
+    "no submodule": (
+        lambda: of("transformer", private=Private(submodule="embeddings")),
+        ValueError,
+        "it has",
+    ),
+    "not reduced": (
+        lambda: of("private_target", loss_fn=nn.MSELoss(reduction="none")),
+        ValueError,
+        "2 numbers",
+    ),
+    "frozen": (
+        lambda: of("mlp", model=build("mlp", 1).model.requires_grad_(False)),
+        ValueError,
+        "no trainable",
+    ),
     "private labels": (lambda: changed(target=True), TypeError, "class probabilities"),
     "long mask": (lambda: changed(coordinates=torch.ones(7).bool()), ValueError, "do not fit"),
     "column 2.9": (lambda: changed(coordinates=[2.9]), ValueError, "do not fit"),
     "no column": (lambda: changed(coordinates=torch.zeros(5).bool()), ValueError, "choose nothing"),
     "twice": (lambda: changed(inputs=(0, 0)), ValueError, "twice"),
-    "another name": (lambda: classifier(**named, private=Private(coordinates={"Age": [1]})), ValueError, "Age"),
+    "another name": (
+        lambda: classifier(**named, private=Private(coordinates={"Age": [1]})),
+        ValueError,
+        "Age",
+    ),
 }
 
 
@@ -150,7 +193,11 @@ def test_refused(name: str) -> None:
 
 
 def recurrent(kind: Any) -> nn.Module:
-    return Model(lambda m, x: m.head(m.layer(x)[0][:, -1]), layer=kind(3, 3, batch_first=True), head=nn.Linear(3, 2))
+    return Model(
+        lambda m, x: m.head(m.layer(x)[0][:, -1]),
+        layer=kind(3, 3, batch_first=True),
+        head=nn.Linear(3, 2),
+    )
 
 
 def sharing() -> nn.Module:
@@ -159,10 +206,14 @@ def sharing() -> nn.Module:
     return Model(lambda m, x: m.c(torch.tanh(m.b(torch.tanh(m.a(x))))), a=a, b=a, c=c)
 
 
-# Layers that torch's vmap takes for others (as many examples as coordinates) or cannot map, and shared weights.
+# Layers that torch's vmap takes for others (as many examples as coordinates) or cannot map, and
+# shared weights.
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "prelu": (lambda: nn.Sequential(nn.Linear(3, 4), nn.PReLU(4), nn.Linear(4, 2)), (3, 3)),
-    **{kind.__name__: (lambda kind=kind: recurrent(kind), (3, 4, 3)) for kind in (nn.GRU, nn.RNN, nn.LSTM)},
+    **{
+        kind.__name__: (lambda kind=kind: recurrent(kind), (3, 4, 3))
+        for kind in (nn.GRU, nn.RNN, nn.LSTM)
+    },
     "shared weights": (sharing, (3, 3)),
 }
 
@@ -171,16 +222,26 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def test_the_exact_estimator_of_models_that_are_hard_to_map(name: str) -> None:
     torch.manual_seed(1)
     make, shape = MODELS[name]
-    model, x, y = make().double().to(DEVICE), torch.randn(shape, dtype=torch.float64, device=DEVICE), Y.to(DEVICE)
+    model, x, y = (
+        make().double().to(DEVICE),
+        torch.randn(shape, dtype=torch.float64, device=DEVICE),
+        Y.to(DEVICE),
+    )
     truth = torch.einsum("bii->b", reference.exact_fim(model, cross_entropy, x, y, **SETTINGS))
     for rows in (slice(None), slice(2, 3)):
-        got = fisher.fim_trace(model, cross_entropy, x[rows], y[rows], estimator="exact", **SETTINGS).value
+        got = fisher.fim_trace(
+            model, cross_entropy, x[rows], y[rows], estimator="exact", **SETTINGS
+        ).value
         assert relative_error(got, truth[rows]) < 1e-9
 
 
 @pytest.mark.parametrize("fault", ["once", "with a batch", "under vmap"])
-def test_only_what_vmap_cannot_map_is_computed_one_by_one(fault: str, caplog: pytest.LogCaptureFixture) -> None:
-    """An error that does not come again, or that examples alone give too, leaves later batches mapped."""
+def test_only_what_vmap_cannot_map_is_computed_one_by_one(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that does not come again, or that examples alone give too, leaves later batches
+    mapped.
+    """
     raising, calls = False, 0
 
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -193,7 +254,10 @@ def test_only_what_vmap_cannot_map_is_computed_one_by_one(fault: str, caplog: py
 
     model = Model(forward, inner=nn.Linear(3, 2))
     gradients = ExampleGradients.build(model, cross_entropy, X, Y)
-    want = [gradients.plain_products_of_one(i, torch.zeros(gradients.num_parameters))[0] for i in range(len(X))]
+    want = [
+        gradients.plain_products_of_one(i, torch.zeros(gradients.num_parameters))[0]
+        for i in range(len(X))
+    ]
     raising = fault != "under vmap"
     if fault == "with a batch":
         with pytest.raises(UnsupportedModuleError, match="shapes differ"):
@@ -204,7 +268,9 @@ def test_only_what_vmap_cannot_map_is_computed_one_by_one(fault: str, caplog: py
     gradients.gradients()
     mapped = fault != "under vmap"
     assert calls == (1 if mapped else len(X))
-    assert [".item()" in record.getMessage() for record in caplog.records] == ([] if mapped else [True])
+    assert [".item()" in record.getMessage() for record in caplog.records] == (
+        [] if mapped else [True]
+    )
 
 
 ROW = superpixel(torch.arange(4).repeat_interleave(4).reshape(4, 4), 2)  # one row of every channel
@@ -213,17 +279,33 @@ ROW = superpixel(torch.arange(4).repeat_interleave(4).reshape(4, 4), 2)  # one r
 @pytest.mark.parametrize(
     ("name", "whole", "part", "index"),
     [
-        ("groupnorm_residual", None, Private(coordinates=ROW), ROW.expand(2, 4, 4).flatten().nonzero().flatten()),
+        (
+            "groupnorm_residual",
+            None,
+            Private(coordinates=ROW),
+            ROW.expand(2, 4, 4).flatten().nonzero().flatten(),
+        ),
         ("mlp", None, Private(coordinates=slice(1, 4)), [1, 2, 3]),
         ("mlp", None, Private(coordinates=torch.tensor([4, 1])), [1, 4]),
         ("mlp", None, Private(coordinates=[-1]), [4]),
         ("two_inputs", None, Private(inputs=1), [9, 10, 11]),
-        ("named", None, Private(inputs=("image", "table"), coordinates={"table": [2]}), [*range(9), 11]),
+        (
+            "named",
+            None,
+            Private(inputs=("image", "table"), coordinates={"table": [2]}),
+            [*range(9), 11],
+        ),
         ("private_target", Private(target=True), Private(inputs=(), target=True), [4, 5]),
     ],
 )
-def test_a_part_of_what_is_private_has_a_block_of_the_matrix(name: str, whole: Any, part: Private, index: Any) -> None:
-    given = of("two_inputs", inputs=dict(zip(("image", "table"), TWO, strict=True))) if name == "named" else of(name)
+def test_a_part_of_what_is_private_has_a_block_of_the_matrix(
+    name: str, whole: Any, part: Private, index: Any
+) -> None:
+    given = (
+        of("two_inputs", inputs=dict(zip(("image", "table"), TWO, strict=True)))
+        if name == "named"
+        else of(name)
+    )
     full = fisher.exact_fim(**given, **SETTINGS, private=whole)
     got = fisher.exact_fim(**given, **SETTINGS, private=part)
     torch.testing.assert_close(got, full[:, index][:, :, index], rtol=1e-10, atol=1e-18)
@@ -231,5 +313,7 @@ def test_a_part_of_what_is_private_has_a_block_of_the_matrix(name: str, whole: A
 
 def test_probabilities_as_private_labels() -> None:
     case = build("mlp", 3)
-    given = of("mlp", targets=nn.functional.one_hot(case.targets, 3).double(), private=Private(target=True))
+    given = of(
+        "mlp", targets=nn.functional.one_hot(case.targets, 3).double(), private=Private(target=True)
+    )
     close(fisher.exact_fim(**given, **SETTINGS), reference.exact_fim(**given, **SETTINGS))

@@ -30,7 +30,12 @@ def regression(width: int = 24, batch: int = 2) -> Case:
     with torch.random.fork_rng():
         torch.manual_seed(2)
         model = nn.Sequential(nn.Linear(width, 12), nn.Tanh(), nn.Linear(12, 4)).double()
-        return Case(model, nn.CrossEntropyLoss(), torch.randn(batch, width).double(), torch.randint(4, (batch,)))
+        return Case(
+            model,
+            nn.CrossEntropyLoss(),
+            torch.randn(batch, width).double(),
+            torch.randint(4, (batch,)),
+        )
 
 
 def truth(case: Case, function: Any = fisher.fim_trace) -> Tensor:
@@ -38,7 +43,10 @@ def truth(case: Case, function: Any = fisher.fim_trace) -> Tensor:
 
 
 def repeat(case: Case, quantity: Any, count: int = SEEDS, *, num_probes: int) -> list[Estimate]:
-    """What ``fim_trace`` and ``fim_diagonal`` give for these seeds; the recorded pass is tried once for all."""
+    """What ``fim_trace`` and ``fim_diagonal`` give for these seeds.
+
+    The recorded pass is tried once for all.
+    """
     gradients = ExampleGradients.build(*case.arguments)
     mechanism = Mechanism.build(1.2, SIGMA, DEFAULT_CLIP, SETTINGS["amplification"])
     batch = PrivateBatch(gradients, mechanism, plan(gradients))
@@ -51,22 +59,35 @@ def repeat(case: Case, quantity: Any, count: int = SEEDS, *, num_probes: int) ->
 def coverage(results: list[Estimate], expected: Tensor) -> float:
     """How many of the 95 % intervals hold the truth."""
     ends = [result.interval(0.95) for result in results]
-    return torch.stack([(low <= expected) & (expected <= high) for low, high in ends]).double().mean().item()
+    return (
+        torch.stack([(low <= expected) & (expected <= high) for low, high in ends])
+        .double()
+        .mean()
+        .item()
+    )
 
 
 def moments(results: list[Estimate]) -> tuple[Tensor, Tensor]:
     """Values and errors by example, [SEEDS, 2] each."""
     assert {result.kind for result in results} == {"estimate"}
-    return tuple(torch.stack([getattr(r, n) for r in results]).reshape(-1, 2) for n in ("value", "standard_error"))  # type: ignore[return-value]
+    return tuple(
+        torch.stack([getattr(r, n) for r in results]).reshape(-1, 2)
+        for n in ("value", "standard_error")
+    )  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("num_probes", [1, 3])
 def test_trace_is_unbiased_and_its_interval_covers(num_probes: int) -> None:
-    """The variance it reports is the variance it has; that of a single probe is larger, to be on the safe side."""
+    """The variance it reports is the variance it has.
+
+    That of a single probe is larger, to be on the safe side.
+    """
     results = repeat(regression(), "trace", num_probes=num_probes)
     (values, errors), expected = moments(results), truth(regression())
     limit = 4.5 if num_probes == 1 else 4
-    assert ((values.mean(dim=0) - expected).abs() < limit * values.std(dim=0) / math.sqrt(SEEDS)).all()
+    assert (
+        (values.mean(dim=0) - expected).abs() < limit * values.std(dim=0) / math.sqrt(SEEDS)
+    ).all()
     covered, reported = coverage(results, expected), errors.square().mean(dim=0)
     if num_probes == 1:
         assert (reported >= values.var(dim=0)).all()
@@ -78,7 +99,10 @@ def test_trace_is_unbiased_and_its_interval_covers(num_probes: int) -> None:
 
 def test_diagonal_is_unbiased_and_its_interval_covers() -> None:
     case, count = regression(), 150
-    results, expected = repeat(case, "diagonal", count, num_probes=20), truth(case, fisher.fim_diagonal)
+    results, expected = (
+        repeat(case, "diagonal", count, num_probes=20),
+        truth(case, fisher.fim_diagonal),
+    )
     values = torch.stack([r.value for r in results])  # [seeds, batch, d]
     z = (values.mean(dim=0) - expected) / (values.std(dim=0) / math.sqrt(count))
     assert (z.abs() < 4.5).all(), "48 coordinates at once"
@@ -87,14 +111,24 @@ def test_diagonal_is_unbiased_and_its_interval_covers() -> None:
 
 
 def test_an_interval_from_one_probe_covers_a_single_entry() -> None:
-    """One probe's entry of the diagonal is a squared normal number, nearly: far more skewed than a sum of many."""
+    """One probe's entry of the diagonal is a squared normal number, nearly: far more skewed than a
+    sum of many.
+    """
     case = regression(3, 4)
-    assert coverage(repeat(case, "diagonal", 200, num_probes=1), truth(case, fisher.fim_diagonal)) >= 0.94
+    assert (
+        coverage(repeat(case, "diagonal", 200, num_probes=1), truth(case, fisher.fim_diagonal))
+        >= 0.94
+    )
 
 
 def test_probes_are_fair_and_independent() -> None:
-    """Between weights and between seeds; the number of weights is no multiple of what one random number gives."""
-    drawn = torch.stack([draw_bits(seed, torch.empty((3, 371), dtype=torch.int8)).flatten() for seed in range(1000)])
+    """Between weights and between seeds.
+
+    The number of weights is no multiple of what one random number gives.
+    """
+    drawn = torch.stack(
+        [draw_bits(seed, torch.empty((3, 371), dtype=torch.int8)).flatten() for seed in range(1000)]
+    )
     assert torch.equal(drawn[7], draw_bits(7, torch.empty(drawn.shape[1], dtype=torch.int8)))
     signs = signs_of(drawn, torch.float64)
     assert set(signs.unique().tolist()) == {-1.0, 1.0}

@@ -1,4 +1,7 @@
-"""The GPU kernels against torch in double precision; without a GPU under the interpreter, where Triton is at hand."""
+"""The GPU kernels against torch in double precision.
+
+Without a GPU under the interpreter, where Triton is at hand.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +31,36 @@ def _seeded() -> None:
 
 
 @pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize(("batch", "channels", "positions", "groups"), [(3, 8, 25, 4), (2, 6, 5000, 2), (2, 4, 1, 2)])
+@pytest.mark.parametrize(
+    ("batch", "channels", "positions", "groups"), [(3, 8, 25, 4), (2, 6, 5000, 2), (2, 4, 1, 2)]
+)
 def test_group_norm(batch: int, channels: int, positions: int, groups: int, weighted: bool) -> None:
-    x, gamma = drawn(batch, channels, positions).requires_grad_(), drawn(batch, channels, positions).requires_grad_()
+    x, gamma = (
+        drawn(batch, channels, positions).requires_grad_(),
+        drawn(batch, channels, positions).requires_grad_(),
+    )
     w, weight = drawn(batch, channels, positions), drawn(channels) if weighted else None
     (first,) = torch.autograd.grad(F.group_norm(x, groups, weight), x, gamma, create_graph=True)
     second = torch.autograd.grad(first, (gamma, x), w)
-    _, mean, scale = torch.native_group_norm(x.detach(), None, None, batch, channels, positions, groups, 1e-5)
+    _, mean, scale = torch.native_group_norm(
+        x.detach(), None, None, batch, channels, positions, groups, 1e-5
+    )
     given = x.detach(), mean, scale, weight, groups
     torch.testing.assert_close(kernels.group_pulled(gamma.detach(), *given), first.detach())
-    for found, expected in zip(kernels.group_pulled_twice(gamma.detach(), w, *given), second, strict=True):
+    for found, expected in zip(
+        kernels.group_pulled_twice(gamma.detach(), w, *given), second, strict=True
+    ):
         torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
     "walk",  # size, stride, dilation and padding, each down and across
-    [(3, 3, 1, 1, 1, 1, 1, 1), (3, 2, 2, 1, 1, 2, 0, 1), (1, 1, 2, 2, 1, 1, 0, 0), (8, 8, 2, 2, 1, 1, 3, 3)],
+    [
+        (3, 3, 1, 1, 1, 1, 1, 1),
+        (3, 2, 2, 1, 1, 2, 0, 1),
+        (1, 1, 2, 2, 1, 1, 0, 0),
+        (8, 8, 2, 2, 1, 1, 3, 3),
+    ],
 )
 def test_patches(walk: tuple[int, ...]) -> None:
     size, stride, dilation, padding = (walk[k : k + 2] for k in (0, 2, 4, 6))
@@ -52,4 +69,6 @@ def test_patches(walk: tuple[int, ...]) -> None:
     torch.testing.assert_close(kernels.unfold_patches(a, size, stride, dilation, padding), expected)
     columns = torch.randn_like(expected)
     folded = F.fold(columns, (15, 14), size, dilation, padding, stride)
-    torch.testing.assert_close(kernels.fold_patches(columns, a.shape[2:], size, stride, dilation, padding), folded)
+    torch.testing.assert_close(
+        kernels.fold_patches(columns, a.shape[2:], size, stride, dilation, padding), folded
+    )

@@ -1,4 +1,6 @@
-"""Random numbers of a forward pass: recorded once, the same in every later pass, whatever its shape."""
+"""Random numbers of a forward pass: recorded once, the same in every later pass, whatever its
+shape.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ dropout = DRAWS["dropout"]
 
 
 def inputs() -> Tensor:
-    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(DEVICE)
+    return torch.randn(
+        BATCH, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ).to(DEVICE)
 
 
 def recorded(draw: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -54,7 +58,9 @@ def recorded(draw: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, tuple
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_replayed_in_every_pass(name: str) -> None:
-    """A plain pass, one over some rows, one example alone, a mapped one, a mapped one over some rows; derivatives."""
+    """A plain pass, one over some rows, one example alone, a mapped one, a mapped one over some
+    rows; derivatives.
+    """
     x, draw = inputs().requires_grad_(), DRAWS[name]
     torch.manual_seed(1)
     plain, state = draw(x), random_state()
@@ -111,12 +117,17 @@ class TestLayouts:
     """Masks need not run over the examples first."""
 
     @pytest.mark.parametrize(
-        ("shape", "of_one", "dim"), [((10, 3), (2, 3), 0), ((5, 5, 2), (5, 1, 2), 1), ((5, 6), (5, 6), None)]
+        ("shape", "of_one", "dim"),
+        [((10, 3), (2, 3), 0), ((5, 5, 2), (5, 1, 2), 1), ((5, 6), (5, 6), None)],
     )
-    def test_by_example(self, shape: tuple[int, ...], of_one: tuple[int, ...], dim: int | None) -> None:
+    def test_by_example(
+        self, shape: tuple[int, ...], of_one: tuple[int, ...], dim: int | None
+    ) -> None:
         """The first example alone shows where the examples lie; the last mask is one for all."""
         mask = torch.rand(shape)
-        expected = mask.expand(5, *shape) if dim is None else mask.unflatten(dim, (5, -1)).movedim(dim, 0)
+        expected = (
+            mask.expand(5, *shape) if dim is None else mask.unflatten(dim, (5, -1)).movedim(dim, 0)
+        )
         (found,) = MaskLayouts().by_example([mask], 5, "kind", lambda: torch.rand(of_one))
         assert torch.equal(found, expected)
 
@@ -142,7 +153,9 @@ class TestLayouts:
 
 @pytest.mark.parametrize("draws", [True, False])
 @pytest.mark.parametrize("expected", [True, False])
-def test_unexpected_draws_are_recorded_in_a_second_call_from_the_same_state(expected: bool, draws: bool) -> None:
+def test_unexpected_draws_are_recorded_in_a_second_call_from_the_same_state(
+    expected: bool, draws: bool
+) -> None:
     calls: list[int] = []
 
     def function() -> Tensor:

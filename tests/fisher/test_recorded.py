@@ -1,4 +1,6 @@
-"""One recorded pass, whole and in halves, of every layer and model: against plain autograd, in float64."""
+"""One recorded pass, whole and in halves, of every layer and model: against plain autograd, in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from torch.nn import functional as F
 
 from tests.cases import DEVICE, build
 from tests.fisher import recorded_cases as cases
-from tests.fisher.recorded_cases import BATCH, MECHANISM, Model, check, close, gradients_of, norms_and_slopes, state_of
+from tests.fisher.recorded_cases import (
+    BATCH,
+    MECHANISM,
+    Model,
+    check,
+    close,
+    gradients_of,
+    norms_and_slopes,
+    state_of,
+)
 from torchfil import Private
 from torchfil.fisher import ClippedJacobian, ExampleGradients
 from torchfil.fisher.recording import RecordedJacobian, UnsupportedCallError, forward_pass, plan
@@ -25,7 +36,9 @@ CLIP = MECHANISM.clip
 
 
 @no_fallback
-@pytest.mark.parametrize(("name", "frozen"), [*((n, False) for n in cases.LAYERS), *((n, True) for n in cases.FROZEN)])
+@pytest.mark.parametrize(
+    ("name", "frozen"), [*((n, False) for n in cases.LAYERS), *((n, True) for n in cases.FROZEN)]
+)
 def test_each_layer(name: str, frozen: bool) -> None:
     torch.manual_seed(0)
     make, shape = cases.LAYERS[name]
@@ -46,9 +59,13 @@ def test_each_model(name: str) -> None:
 @pytest.mark.parametrize("name", [*cases.USES, *cases.OTHER_USES])
 def test_each_use_of_a_parameter(name: str) -> None:
     torch.manual_seed(0)
-    gradients = gradients_of(cases.using(*(cases.USES | cases.OTHER_USES)[name]), torch.randn(BATCH, 2, 4))
+    gradients = gradients_of(
+        cases.using(*(cases.USES | cases.OTHER_USES)[name]), torch.randn(BATCH, 2, 4)
+    )
     check(
-        gradients, generic=() if name in cases.USES else ("the model itself (Model)",), mapped=name in cases.OTHER_USES
+        gradients,
+        generic=() if name in cases.USES else ("the model itself (Model)",),
+        mapped=name in cases.OTHER_USES,
     )
 
 
@@ -63,13 +80,17 @@ def test_each_case(name: str) -> None:
 @pytest.mark.parametrize("layer", [True, False])
 def test_positions_as_many_as_examples(layer: bool) -> None:
     torch.manual_seed(1)
-    gradients = gradients_of(cases.bert(layer), torch.randint(9, (5, 5)), private=Private(submodule="embedding"))
+    gradients = gradients_of(
+        cases.bert(layer), torch.randint(9, (5, 5)), private=Private(submodule="embedding")
+    )
     assert not any("Model" in part for part in plan(gradients).generic)
     check(gradients)
 
 
 LOSSES: dict[str, Any] = {
-    "weighted": nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 3.0]).double(), label_smoothing=0.1, reduction="sum"),
+    "weighted": nn.CrossEntropyLoss(
+        torch.tensor([0.2, 1.0, 3.0]).double(), label_smoothing=0.1, reduction="sum"
+    ),
     "sum": nn.CrossEntropyLoss(reduction="sum"),
     "linear": lambda outputs, y: (outputs * F.one_hot(y, 3)).sum(),  # δ is a constant
 }
@@ -80,19 +101,27 @@ LOSSES: dict[str, Any] = {
 def test_losses(loss: str, last: nn.Module) -> None:
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), last).to(DEVICE).double()
-    x, y = torch.randn(4, 4, dtype=torch.float64, device=DEVICE), torch.tensor([0, 1, 2, 1], device=DEVICE)
+    x, y = (
+        torch.randn(4, 4, dtype=torch.float64, device=DEVICE),
+        torch.tensor([0, 1, 2, 1], device=DEVICE),
+    )
     loss_fn = LOSSES[loss].to(DEVICE) if loss != "linear" else LOSSES[loss]
     check(ExampleGradients.build(model, loss_fn, x, y))
 
 
 def test_repeated_tokens_and_padding() -> None:
     torch.manual_seed(4)
-    model = nn.Sequential(nn.Embedding(6, 4, padding_idx=0), nn.Tanh(), nn.Flatten(), nn.Linear(16, 2))
+    model = nn.Sequential(
+        nn.Embedding(6, 4, padding_idx=0), nn.Tanh(), nn.Flatten(), nn.Linear(16, 2)
+    )
     tokens = torch.tensor([[1, 2, 1, 0], [3, 3, 3, 3], [0, 0, 5, 0]])
     gradients = gradients_of(model, tokens, private=Private(submodule="0"))
     check(gradients)
     other = gradients_of(model, tokens.roll(1, dims=1).clamp(max=3), private=Private(submodule="0"))
-    recorded, mapped = RecordedJacobian(gradients, MECHANISM, measured=False), ClippedJacobian(gradients, CLIP, 1.0)
+    recorded, mapped = (
+        RecordedJacobian(gradients, MECHANISM, measured=False),
+        ClippedJacobian(gradients, CLIP, 1.0),
+    )
     close(recorded.products_with(other), mapped.products_with(other))
 
 
@@ -102,13 +131,17 @@ def test_bags_of_embeddings(mode: str, padding: int | None) -> None:
     """The rows of a table, with the weights of their sum private."""
     torch.manual_seed(0)
     bag = nn.EmbeddingBag(5, 4, mode=mode, padding_idx=padding)
-    model = Model(lambda m, x, tokens: m.head(torch.tanh(m.bag(tokens)) * x), bag=bag, head=nn.Linear(4, 2))
+    model = Model(
+        lambda m, x, tokens: m.head(torch.tanh(m.bag(tokens)) * x), bag=bag, head=nn.Linear(4, 2)
+    )
     check(gradients_of(model, torch.randn(5, 4), torch.randint(5, (5, 3))), generic=())
 
 
 @pytest.mark.parametrize("batch", [0, 1, 3])
 def test_a_model_that_looks_at_values(batch: int) -> None:
-    """It cannot be mapped: one recorded pass serves it, and mapped products go one example after the other."""
+    """It cannot be mapped: one recorded pass serves it, and mapped products go one example after
+    the other.
+    """
     torch.manual_seed(8)
 
     def run(m: Any, x: Tensor, mask: Tensor, looks: bool = True) -> Tensor:
@@ -120,15 +153,23 @@ def test_a_model_that_looks_at_values(batch: int) -> None:
     ours = gradients_of(model, x, mask, private=Private(inputs=0))
     if batch:
         check(ours)
-    plain = replace(ours, model=Model(partial(run, looks=False), first=model.first, second=model.second))
-    u, v = (torch.randn(s, dtype=torch.float64, device=DEVICE) for s in ((plain.num_parameters,), (batch, 3)))
+    plain = replace(
+        ours, model=Model(partial(run, looks=False), first=model.first, second=model.second)
+    )
+    u, v = (
+        torch.randn(s, dtype=torch.float64, device=DEVICE)
+        for s in ((plain.num_parameters,), (batch, 3))
+    )
     close(ours.vjp(u), plain.vjp(u), 1e-12)
     close(ours.jvp(v), plain.jvp(v), 1e-12)
     close(ours.jacobian_columns(slice(0, 3)), plain.jacobian_columns(slice(0, 3)), 1e-12)
 
 
 def test_in_place_operations_on_what_does_not_depend_on_the_private_part() -> None:
-    """With only the target private, the first layer's output is a constant; ReLU may still overwrite it."""
+    """With only the target private, the first layer's output is a constant.
+
+    ReLU may still overwrite it.
+    """
     torch.manual_seed(9)
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 2))
     check(gradients_of(model, torch.randn(3, 4), private=Private(inputs=(), target=True)))
@@ -157,7 +198,11 @@ def test_what_one_pass_does_not_serve_is_told() -> None:
 def test_gradients_at_the_outputs_are_those_of_each_examples_loss() -> None:
     """Two outputs, one of which the loss does not see."""
     torch.manual_seed(8)
-    model = Model(lambda m, x: (m.layer(x), m.layer(x).sum(dim=1)), layer=nn.Linear(3, 4)).double().to(DEVICE)
+    model = (
+        Model(lambda m, x: (m.layer(x), m.layer(x).sum(dim=1)), layer=nn.Linear(3, 4))
+        .double()
+        .to(DEVICE)
+    )
     x, y = torch.randn(5, 3, dtype=torch.float64, device=DEVICE), torch.arange(5, device=DEVICE) % 4
     gradients = ExampleGradients.build(model, lambda out, y: F.cross_entropy(out[0], y), x, y, None)
     logits, unseen = RecordedJacobian(gradients, MECHANISM).output_gradients
@@ -166,9 +211,16 @@ def test_gradients_at_the_outputs_are_those_of_each_examples_loss() -> None:
 
 
 def test_single_precision() -> None:
-    of = (build("groupnorm_residual", 3, dtype=dtype).arguments for dtype in (torch.float32, torch.float64))
-    for got, want in zip(*(norms_and_slopes(ExampleGradients.build(*arguments)) for arguments in of), strict=True):
-        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+    of = (
+        build("groupnorm_residual", 3, dtype=dtype).arguments
+        for dtype in (torch.float32, torch.float64)
+    )
+    for got, want in zip(
+        *(norms_and_slopes(ExampleGradients.build(*arguments)) for arguments in of), strict=True
+    ):
+        torch.testing.assert_close(
+            got.double(), want, rtol=1e-4, atol=1e-4 * float(want.abs().max())
+        )
 
 
 class TestHalves:
@@ -181,7 +233,9 @@ class TestHalves:
             RecordedJacobian(gradients, MECHANISM, forward)
 
     def test_of_a_model_in_use(self) -> None:
-        """A user's hooks are called, changes by them count, and nothing is left behind, also after an error."""
+        """A user's hooks are called, changes by them count, and nothing is left behind, also after
+        an error.
+        """
 
         def run(m: Any, x: Tensor) -> Tensor:
             if m.fails:
@@ -201,7 +255,9 @@ class TestHalves:
     def test_a_loss_that_overwrites_the_outputs(self) -> None:
         """The forward half is run again with copies, the first time."""
         torch.manual_seed(0)
-        plain = gradients_of(nn.Linear(3, 2), torch.randn(4, 3), loss_fn=lambda out, y: F.mse_loss(out * 3, y))
+        plain = gradients_of(
+            nn.Linear(3, 2), torch.randn(4, 3), loss_fn=lambda out, y: F.mse_loss(out * 3, y)
+        )
         gradients = replace(plain, loss_fn=lambda out, y: F.mse_loss(out.mul_(3), y))
         for _ in range(2):
             for got, want in zip(norms_and_slopes(gradients), norms_and_slopes(plain), strict=True):

@@ -1,4 +1,6 @@
-"""Recurrent layers in a recorded pass: against torch's own double backward passes, one example at a time."""
+"""Recurrent layers in a recorded pass: against torch's own double backward passes, one example at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from torchfil.fisher.recording import forward_pass, plan
 BATCH, TIME, WIDTH, HIDDEN = 3, 4, 3, 4
 LENGTHS = torch.tensor([2, 4, 1])
 KINDS: dict[str, Callable[..., nn.Module]] = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
-KINDS |= {"RNN with ReLU": lambda *args, **options: nn.RNN(*args, nonlinearity="relu", **options), "DPLSTM": DPLSTM}
+KINDS |= {
+    "RNN with ReLU": lambda *args, **options: nn.RNN(*args, nonlinearity="relu", **options),
+    "DPLSTM": DPLSTM,
+}
 KINDS |= {"DPGRU": DPGRU, "DPRNN": DPRNN}
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -32,13 +37,20 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def tagger(layer: Any, *, with_state: bool = False, last: bool = True) -> nn.Module:
-    """A recurrent layer with a head: all states, and the last ones where asked for; packed by length where given."""
+    """A recurrent layer with a head: all states, and the last ones where asked for.
+
+    Packed by length where given.
+    """
     directions, first = 1 + layer.bidirectional, layer.batch_first
 
     def run(m: Any, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         x, state = torch.sin(x), None
         if with_state:
-            start = x.mean(dim=1)[:, :1].expand(m.layer.num_layers * directions, len(x), HIDDEN).contiguous()
+            start = (
+                x.mean(dim=1)[:, :1]
+                .expand(m.layer.num_layers * directions, len(x), HIDDEN)
+                .contiguous()
+            )
             state = (start, start.cos()) if "LSTM" in type(m.layer).__name__ else start
         given: Any = x if first else x.transpose(0, 1)
         if lengths is not None:
@@ -63,7 +75,8 @@ def _seeded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "form"), [*(("LSTM", form) for form in FORMS), *((kind, "both directions") for kind in KINDS)]
+    ("kind", "form"),
+    [*(("LSTM", form) for form in FORMS), *((kind, "both directions") for kind in KINDS)],
 )
 def test_recurrent_layers(kind: str, form: str) -> None:
     check_model(tagger(KINDS[kind](WIDTH, HIDDEN, **FORMS[form])))
@@ -85,10 +98,19 @@ def test_packed_sequences(kind: str, form: str) -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="cuDNN draws its masks unseen, which is refused")
 @pytest.mark.parametrize(
     ("kind", "first"),
-    [("LSTM", True), ("GRU", False), ("RNN", True), ("DPLSTM", False), ("DPGRU", True), ("DPRNN", False)],
+    [
+        ("LSTM", True),
+        ("GRU", False),
+        ("RNN", True),
+        ("DPLSTM", False),
+        ("DPGRU", True),
+        ("DPRNN", False),
+    ],
 )
 def test_dropout_uses_the_masks_of_the_loop(kind: str, first: bool) -> None:
-    layer = KINDS[kind](WIDTH, HIDDEN, num_layers=2, bidirectional=True, batch_first=first, dropout=0.4)
+    layer = KINDS[kind](
+        WIDTH, HIDDEN, num_layers=2, bidirectional=True, batch_first=first, dropout=0.4
+    )
     model = tagger(layer).eval()
     gradients = gradients_of(model, torch.randn(BATCH, TIME, WIDTH))
     model.train()
@@ -104,10 +126,13 @@ def test_dropout_uses_the_masks_of_the_loop(kind: str, first: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"), [({"batch_first": True, "proj_size": 2}, "proj_size"), ({"batch_first": False}, "4 rows")]
+    ("options", "reason"),
+    [({"batch_first": True, "proj_size": 2}, "proj_size"), ({"batch_first": False}, "4 rows")],
 )
 def test_what_is_not_served_is_told(options: Any, reason: str) -> None:
-    model = Model(lambda m, x: m.layer(x)[0].reshape(len(x), -1), layer=nn.LSTM(WIDTH, HIDDEN, **options))
+    model = Model(
+        lambda m, x: m.layer(x)[0].reshape(len(x), -1), layer=nn.LSTM(WIDTH, HIDDEN, **options)
+    )
     found = plan(gradients_of(model, torch.randn(BATCH, TIME, WIDTH)))
     assert not found.fits
     assert reason in str(found.reason)

@@ -14,13 +14,24 @@ from torchfil.fisher import Estimate
 
 def estimate(*shape: int) -> Estimate:
     source = torch.Generator().manual_seed(0)
-    value, error = (torch.rand(shape, generator=source, dtype=torch.float64) + 0.5 for _ in range(2))
+    value, error = (
+        torch.rand(shape, generator=source, dtype=torch.float64) + 0.5 for _ in range(2)
+    )
     freedom = torch.arange(1.0, shape[0] + 1, dtype=torch.float64)
     more = {"certain": 0.3 * value, "variance_limit": 0.1 * value}
     return Estimate(value, error, "lower bound", freedom, positive=True, **more)
 
 
-PARTS: list[Any] = [2, slice(1, 4), [3, 0], torch.arange(5) % 2 == 0, np.array([1, 0]), ..., (slice(None), 1), (1, 2)]
+PARTS: list[Any] = [
+    2,
+    slice(1, 4),
+    [3, 0],
+    torch.arange(5) % 2 == 0,
+    np.array([1, 0]),
+    ...,
+    (slice(None), 1),
+    (1, 2),
+]
 
 
 @pytest.mark.parametrize("place", PARTS, ids=str)
@@ -30,7 +41,11 @@ def test_a_part_has_the_interval_of_the_whole(place: Any, exponent: float | None
     part = whole[place]
     assert part.kind == whole.kind
     pairs = zip(part.interval(0.9), whole.interval(0.9), strict=True)
-    for got, want in ((part.value, whole.value), (part.standard_error, whole.standard_error), *pairs):
+    for got, want in (
+        (part.value, whole.value),
+        (part.standard_error, whole.standard_error),
+        *pairs,
+    ):
         torch.testing.assert_close(got, want[place], rtol=1e-12, atol=0)
 
 
@@ -38,7 +53,11 @@ def test_nothing_about_infinity_is_uncertain() -> None:
     value = torch.tensor([torch.inf, 1.0, 0.0], dtype=torch.float64)
     error = torch.tensor([0.0, 0.1, 0.0], dtype=torch.float64)
     whole = replace(estimate(3), value=value, standard_error=error, certain=value / 2)
-    for found, at_infinity in ((whole, torch.inf), (whole.raised(0.5, 2.0), torch.inf), (whole.raised(-1.0, 2.0), 0.0)):
+    for found, at_infinity in (
+        (whole, torch.inf),
+        (whole.raised(0.5, 2.0), torch.inf),
+        (whole.raised(-1.0, 2.0), 0.0),
+    ):
         low, high = found.interval(0.95)
         assert low[0] == high[0] == found.value[0] == at_infinity
         assert found.standard_error[0] == 0

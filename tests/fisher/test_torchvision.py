@@ -22,7 +22,16 @@ def test_resnet18_with_group_norm() -> None:
     model = SmoothnessValidator.fix(network, activation="gelu").double()
     pixels = torch.zeros(3, 32, 32, dtype=torch.bool)
     pixels[:, 10, 5:7] = True
-    given: Any = (model, nn.CrossEntropyLoss(), torch.randn(2, 3, 32, 32).double(), torch.tensor([0, 3]))
-    settings: Any = {"max_grad_norm": 1.0, "noise_multiplier": 1.0, "private": Private(coordinates=pixels)}
+    given: Any = (
+        model,
+        nn.CrossEntropyLoss(),
+        torch.randn(2, 3, 32, 32).double(),
+        torch.tensor([0, 3]),
+    )
+    settings: Any = {
+        "max_grad_norm": 1.0,
+        "noise_multiplier": 1.0,
+        "private": Private(coordinates=pixels),
+    }
     truth = reference.exact_fim(*given, **settings, mode="forward")
     assert relative_error(fisher.exact_fim(*given, **settings), truth) < 1e-8

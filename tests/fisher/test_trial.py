@@ -1,4 +1,6 @@
-"""The trial before a recorded pass: it leaves nothing behind, and finds rules and models that it would be wrong for."""
+"""The trial before a recorded pass: it leaves nothing behind, and finds rules and models that it
+would be wrong for.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def reason(model: nn.Module, x: Tensor, y: Tensor, loss: Any = None) -> str | No
 
 def doubles() -> int:
     """How many tensors of float64 are in memory."""
-    return sum(isinstance(value, Tensor) and value.dtype == torch.float64 for value in gc.get_objects())
+    return sum(
+        isinstance(value, Tensor) and value.dtype == torch.float64 for value in gc.get_objects()
+    )
 
 
 def two_layers(width: int = 4) -> dict[str, nn.Module]:
@@ -43,9 +47,15 @@ def two_layers(width: int = 4) -> dict[str, nn.Module]:
 
 
 def test_a_trial_leaves_nothing_behind() -> None:
-    """Tanh and softmax keep their own results for their way back, which torch's hooks can turn into a cycle."""
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Softmax(-1), nn.LayerNorm(5), nn.Linear(5, 2))
-    gradients = ExampleGradients.build(model, nn.CrossEntropyLoss(), torch.randn(3, 4), torch.tensor([0, 1, 0]))
+    """Tanh and softmax keep their own results for their way back, which torch's hooks can turn into
+    a cycle.
+    """
+    model = nn.Sequential(
+        nn.Linear(4, 5), nn.Tanh(), nn.Softmax(-1), nn.LayerNorm(5), nn.Linear(5, 2)
+    )
+    gradients = ExampleGradients.build(
+        model, nn.CrossEntropyLoss(), torch.randn(3, 4), torch.tensor([0, 1, 0])
+    )
 
     def left() -> tuple[int, int]:
         gc.collect()
@@ -99,7 +109,9 @@ class _WrongSum(LinearRule):
 def test_rules_that_are_wrong_are_found(rule: LinearRule, what: str) -> None:
     register_rule(_Doubled, rule, overwrite=True)
     for dtype in (torch.float32, torch.float64):
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), _Doubled(4, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+        model = nn.Sequential(
+            nn.Linear(3, 4), nn.Tanh(), _Doubled(4, 4), nn.Tanh(), nn.Linear(4, 2)
+        ).to(dtype)
         x, y = torch.randn(BATCH, 3, dtype=dtype), torch.randn(BATCH, 2, dtype=dtype)
         assert what in str(reason(model, x, y, F.mse_loss))
 
@@ -129,12 +141,17 @@ def mixing(m: Any, x: Tensor) -> Tensor:
 
 
 def sorting(m: Any, x: Tensor) -> Tensor:
-    """Sorts the batch, works on it and puts it back, as packed sequences are; examples do not mix."""
+    """Sorts the batch, works on it and puts it back, as packed sequences are.
+
+    Examples do not mix.
+    """
     order = x[:, 0].detach().argsort()
     return m.head(torch.tanh(m.body(x[order])))[order.argsort()]
 
 
-@pytest.mark.parametrize("case", ["without gradient", "equal", "zero head", "sorted", "sorted the other way"])
+@pytest.mark.parametrize(
+    "case", ["without gradient", "equal", "zero head", "sorted", "sorted the other way"]
+)
 def test_nothing_hides_from_the_trial(case: str) -> None:
     layers = two_layers(4 if case == "equal" else 3)
     x, y = torch.randn(6, 3), torch.tensor([0, 1, 0, 1, 1, 0])
@@ -159,8 +176,14 @@ def in_halves(m: Any, x: Tensor) -> Tensor:
 # Not as in the trial, or outputs that are no tree of tensors, or hold a number for the whole batch.
 MAPPED: dict[str, tuple[Any, Any]] = {
     "in halves": (in_halves, F.cross_entropy),
-    "object": (lambda m, x: SimpleNamespace(logits=m.inner(x)), lambda out, y: F.cross_entropy(out.logits, y)),
-    "number": (lambda m, x: (m.inner(x), m.inner(x).mean()), lambda out, y: F.cross_entropy(out[0], y)),
+    "object": (
+        lambda m, x: SimpleNamespace(logits=m.inner(x)),
+        lambda out, y: F.cross_entropy(out.logits, y),
+    ),
+    "number": (
+        lambda m, x: (m.inner(x), m.inner(x).mean()),
+        lambda out, y: F.cross_entropy(out[0], y),
+    ),
 }
 
 
@@ -169,7 +192,10 @@ def test_what_one_pass_does_not_serve_is_mapped(case: str) -> None:
     torch.manual_seed(0)
     run, loss = MAPPED[case]
     model = Model(run, inner=nn.Linear(3, 2)).double().to(DEVICE)
-    x, y = torch.randn(8, 3, device=DEVICE, dtype=torch.float64), torch.randint(2, (8,), device=DEVICE)
+    x, y = (
+        torch.randn(8, 3, device=DEVICE, dtype=torch.float64),
+        torch.randint(2, (8,), device=DEVICE),
+    )
     exact = fisher.fim_trace(model, loss, x, y, estimator="exact", **SETTINGS).value
     source = torch.Generator().manual_seed(0)
     found = fisher.fim_trace(model, loss, x, y, num_probes=100, generator=source, **SETTINGS)
@@ -205,13 +231,17 @@ def test_a_trial_leaves_no_tensor_in_the_model(where: str) -> None:
 
 
 def test_a_trial_in_float64_shows_which_arguments_are_shared() -> None:
-    """A layer without a rule is given rows that all examples share, in a later batch as many as it has examples."""
+    """A layer without a rule is given rows that all examples share, in a later batch as many as it
+    has examples.
+    """
 
     def forward(m: Any, x: Tensor) -> Tensor:
         return m.head(m.layer(x, m.rows))
 
     product = "bi,ij,kj->bj"
-    layer = Model(lambda m, x, rows: torch.einsum(product, x, m.mix, rows), mix=nn.Parameter(torch.rand(4, 4)))
+    layer = Model(
+        lambda m, x, rows: torch.einsum(product, x, m.mix, rows), mix=nn.Parameter(torch.rand(4, 4))
+    )
     model = Model(forward, layer=layer, head=nn.Linear(4, 2)).to(DEVICE)
     model.rows = torch.rand(5, 4, device=DEVICE)
     x, y = torch.randn(5, 4, device=DEVICE), torch.randint(2, (5,), device=DEVICE)
@@ -244,8 +274,12 @@ def test_rounding_is_no_wrong_rule(rule: LinearRule, monkeypatch: pytest.MonkeyP
     assert ("rule is wrong" in said) == (type(rule) is _WrongInner)
 
 
-def test_a_trial_follows_hooks_and_passes_over_what_a_model_remembers(caplog: pytest.LogCaptureFixture) -> None:
-    """The copy that it runs on has the model's hooks, and can be made even if the model keeps a tensor with a graph."""
+def test_a_trial_follows_hooks_and_passes_over_what_a_model_remembers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The copy that it runs on has the model's hooks, and can be made even if the model keeps a
+    tensor with a graph.
+    """
     caplog.set_level("INFO", "torchfil")
 
     def forward(m: Any, x: Tensor) -> Tensor:

@@ -51,7 +51,8 @@ def data(name: str, weighted: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return X, y, rng.uniform(0.5, 2.0, N) if weighted else np.ones(N)
 
 
-# --- for refits and attacks: an attribute of three levels in the columns 1 and 2, and fits to the last digit
+# --- for refits and attacks: an attribute of three levels in the columns 1 and 2, and fits to the
+# last digit
 
 COLUMNS = [1, 2]
 CODES = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])

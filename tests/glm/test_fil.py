@@ -1,4 +1,6 @@
-"""Closed forms against finite differences of refits, implicit differentiation and singular values."""
+"""Closed forms against finite differences of refits, implicit differentiation and singular
+values.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,13 @@ from torchfil.glm.fil import largest_eigenvalues
 from torchfil.glm.solver import Objective, SoftmaxLoss, minimise
 
 
-def move(model: GeneralizedLinearModel, X: np.ndarray, y: np.ndarray, i: int, z: torch.Tensor) -> tuple[Any, Any]:
-    """The data with example i moved by z = (inputs, target), as tensors; a softmax's target within the simplex."""
+def move(
+    model: GeneralizedLinearModel, X: np.ndarray, y: np.ndarray, i: int, z: torch.Tensor
+) -> tuple[Any, Any]:
+    """The data with example i moved by z = (inputs, target), as tensors.
+
+    A softmax's target within the simplex.
+    """
     inputs, targets, _ = model._tensors(X, y, None)
     loss = model._loss()
     shift = loss.basis(z) @ z[D:] if isinstance(loss, SoftmaxLoss) else z[D]
@@ -27,9 +34,13 @@ def move(model: GeneralizedLinearModel, X: np.ndarray, y: np.ndarray, i: int, z:
     )
 
 
-def objective(model: GeneralizedLinearModel, X: torch.Tensor, y: torch.Tensor, weights: np.ndarray) -> Objective:
+def objective(
+    model: GeneralizedLinearModel, X: torch.Tensor, y: torch.Tensor, weights: np.ndarray
+) -> Objective:
     penalised = torch.tensor([1.0] * D + [0.0] * (X.shape[1] - D), dtype=torch.float64)
-    return Objective(model._loss(), X, y, torch.tensor(weights), model.l2, penalised, model._fit.weights.shape[1])
+    return Objective(
+        model._loss(), X, y, torch.tensor(weights), model.l2, penalised, model._fit.weights.shape[1]
+    )
 
 
 def coordinates(model: GeneralizedLinearModel) -> int:
@@ -66,10 +77,14 @@ def fitted(request: pytest.FixtureRequest) -> Any:
 def test_jacobian_is_the_derivative_of_the_refitted_minimiser(fitted: Any) -> None:
     model, X, y, weights = fitted
     want = refitted_jacobian(model, X, y, weights, 7)
-    assert np.abs(model.sensitivity(X, y).jacobian(7).numpy() - want).max() < 1e-7 * np.abs(want).max()
+    assert (
+        np.abs(model.sensitivity(X, y).jacobian(7).numpy() - want).max() < 1e-7 * np.abs(want).max()
+    )
 
 
-def check_every_granularity(ask: Any, X: np.ndarray, y: np.ndarray, jacobians: np.ndarray, **options: Any) -> None:
+def check_every_granularity(
+    ask: Any, X: np.ndarray, y: np.ndarray, jacobians: np.ndarray, **options: Any
+) -> None:
     """η of examples, attributes and groups, from singular values of ∂U*/∂z / σ, [n, pK, d + t]."""
 
     def largest(parts: np.ndarray) -> Any:
@@ -100,18 +115,25 @@ def test_fil_against_singular_values(fitted: Any, private_target: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("linear with intercept", "ridge", "pseudo-huber"), ("softmax", "softmax with intercept")]
+    "names",
+    [("linear with intercept", "ridge", "pseudo-huber"), ("softmax", "softmax with intercept")],
 )
 @pytest.mark.parametrize("private_target", [True, False])
-def test_compositions_against_stacked_jacobians(names: tuple[str, ...], private_target: bool) -> None:
+def test_compositions_against_stacked_jacobians(
+    names: tuple[str, ...], private_target: bool
+) -> None:
     X, y, weights = data(names[0], True)
     models = [CASES[name]().fit(X, y, weights if k else None) for k, name in enumerate(names)]
     releases = list(zip(models, (0.5, 0.8, 1.1), strict=False))
     parts = [(m.sensitivity(X, y, private_target=private_target), s) for m, s in releases]
-    stacked = np.stack([np.concatenate([part.jacobian(i).numpy() / s for part, s in parts]) for i in range(N)])
+    stacked = np.stack(
+        [np.concatenate([part.jacobian(i).numpy() / s for part, s in parts]) for i in range(N)]
+    )
     whole, options = Composition(releases), {"private_target": private_target}
     check_every_granularity(whole.fil, X, y, stacked, **options)
-    assert np.allclose(whole.mse_bound(X, y, **options), 1 / whole.fil(X, y, **options, kind="trace") ** 2)
+    assert np.allclose(
+        whole.mse_bound(X, y, **options), 1 / whole.fil(X, y, **options, kind="trace") ** 2
+    )
 
 
 def test_a_softmax_released_by_class_leaks_as_by_margin() -> None:
@@ -139,5 +161,7 @@ def test_largest_eigenvalues_by_lanczos(monkeypatch: pytest.MonkeyPatch) -> None
     generator = torch.Generator().manual_seed(0)
     factor = torch.randn(5, 150, 150, generator=generator, dtype=torch.float64)
     matrices = factor @ factor.mT
-    assert torch.allclose(largest_eigenvalues(matrices), torch.linalg.eigvalsh(matrices)[:, -1], rtol=1e-9)
+    assert torch.allclose(
+        largest_eigenvalues(matrices), torch.linalg.eigvalsh(matrices)[:, -1], rtol=1e-9
+    )
     assert (largest_eigenvalues(torch.zeros(2, 150, 150)) == 0).all()

@@ -17,7 +17,9 @@ from torchfil.glm.model import round_up
 
 
 def test_noise_and_the_attacker_who_knows_all_else() -> None:
-    """One attribute unknown: the best unbiased guess from w* + noise has error σ/‖J_j‖ (linearised)."""
+    """One attribute unknown: the best unbiased guess from w* + noise has error σ/‖J_j‖
+    (linearised).
+    """
     X, y, _ = data("linear", False)
     model = glm.LinearRegression().fit(X, y)
     generator = torch.Generator().manual_seed(0)
@@ -27,7 +29,9 @@ def test_noise_and_the_attacker_who_knows_all_else() -> None:
     column = model.sensitivity(X, y).jacobian(5).numpy()[:, 1]
     eta = model.fil(X, y, sigma=1e-4, attributes={"a": [1]})["a"][5]
     assert (noise @ column / (column @ column)).std() == pytest.approx(1 / eta, rel=0.05)
-    assert model.mse_bound(X, y, sigma=1e-4, attributes={"a": [1]})["a"][5] == pytest.approx(eta**-2)
+    assert model.mse_bound(X, y, sigma=1e-4, attributes={"a": [1]})["a"][5] == pytest.approx(
+        eta**-2
+    )
 
 
 def test_sigma_for_a_target() -> None:
@@ -60,13 +64,19 @@ def test_sigma_for_differential_privacy() -> None:
 def test_what_has_no_minimum_is_told() -> None:
     X, y, _ = data("linear", False)
     two = np.array([[-1.0], [1.0]])
-    biased, coarse = glm.LogisticRegression(l2=0.1, fit_intercept=True), glm.LogisticRegression(max_iterations=1)
+    biased, coarse = (
+        glm.LogisticRegression(l2=0.1, fit_intercept=True),
+        glm.LogisticRegression(max_iterations=1),
+    )
     for error, fit in (
         (glm.NotConvergedError, lambda: glm.LogisticRegression().fit(two, [0, 1])),
         (glm.NotConvergedError, lambda: biased.fit(two, [0, 0])),
         (glm.NotConvergedError, lambda: coarse.fit(*data("logistic", False)[:2])),
         (glm.SingularHessianError, lambda: glm.LinearRegression().fit(np.hstack([X, X[:, :1]]), y)),
-        (glm.SingularHessianError, lambda: glm.LinearRegression(fit_intercept=True).fit(np.ones((N, 1)), y)),
+        (
+            glm.SingularHessianError,
+            lambda: glm.LinearRegression(fit_intercept=True).fit(np.ones((N, 1)), y),
+        ),
     ):
         with pytest.raises(error, match="l2"):
             fit()
@@ -75,7 +85,9 @@ def test_what_has_no_minimum_is_told() -> None:
 def test_tables_in_their_own_units_are_fitted() -> None:
     """Areas, years, incomes and prices: rounding leaves gradients of 1e-6 and more."""
     rng = np.random.default_rng(0)
-    X = np.stack([rng.normal(2000, 500, N), rng.integers(1950, 2020, N), rng.normal(5e4, 1e4, N)], axis=1)
+    X = np.stack(
+        [rng.normal(2000, 500, N), rng.integers(1950, 2020, N), rng.normal(5e4, 1e4, N)], axis=1
+    )
     y = 1e6 * (150 * X[:, 0] + 10 * X[:, 2] + rng.normal(0, 3e4, N))
     model = glm.LinearRegression(l2=1e-2, fit_intercept=True).fit(X, y)
     full = np.column_stack([X, np.ones(N)])
@@ -90,7 +102,9 @@ def test_agrees_with_scikit_learn(name: str) -> None:
     labels = y if name == "logistic" else np.array(["a", "b", "c"])[y.astype(int)]
     kind = glm.LogisticRegression if name == "logistic" else glm.SoftmaxRegression
     ours = kind(l2=0.05, fit_intercept=True).fit(X, labels, weights)
-    theirs = linear_model.LogisticRegression(C=1 / (N * 0.05), tol=1e-12, max_iter=10_000).fit(X, labels, weights)
+    theirs = linear_model.LogisticRegression(C=1 / (N * 0.05), tol=1e-12, max_iter=10_000).fit(
+        X, labels, weights
+    )
     assert np.allclose(ours.coef_, theirs.coef_.reshape(ours.coef_.shape), atol=1e-5)
     assert np.allclose(ours.predict_proba(X), theirs.predict_proba(X), atol=1e-5)
     assert (ours.predict(X) == theirs.predict(X)).all()
@@ -100,11 +114,17 @@ def test_agrees_with_scikit_learn(name: str) -> None:
 def test_scores_and_column_names() -> None:
     X, y, weights = data("poisson", True)
     poisson, linear = glm.PoissonRegression(l2=0.1).fit(X, y), glm.LinearRegression().fit(X, y)
-    assert poisson.score(X, y) == pytest.approx(metrics.d2_tweedie_score(y, poisson.predict(X), power=1))
-    assert linear.score(X, y, weights) == pytest.approx(metrics.r2_score(y, linear.predict(X), sample_weight=weights))
+    assert poisson.score(X, y) == pytest.approx(
+        metrics.d2_tweedie_score(y, poisson.predict(X), power=1)
+    )
+    assert linear.score(X, y, weights) == pytest.approx(
+        metrics.r2_score(y, linear.predict(X), sample_weight=weights)
+    )
     frame = pandas.DataFrame(X, columns=list("abcd"))
     named = glm.LinearRegression().fit(frame, y)
-    assert np.allclose(*(named.fil(frame, y, attributes={"x": each})["x"] for each in (["b", "d"], [1, 3])))
+    assert np.allclose(
+        *(named.fil(frame, y, attributes={"x": each})["x"] for each in (["b", "d"], [1, 3]))
+    )
     refused = {
         r"unknown columns \['z'\]": lambda: named.fil(frame, y, attributes={"x": ["z"]}),
         "more than once": lambda: named.fil(frame, y, attributes={"x": ["a", 0]}),
@@ -116,8 +136,12 @@ def test_scores_and_column_names() -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("sigma", [0.0, 0.2, 1.5])
 def test_the_expected_score_is_the_mean_over_releases(case: str, sigma: float) -> None:
-    """Within three standard errors of 4,000 releases, whose scores are computed here; at σ = 0 it is the score."""
-    sigma = sigma / 5 if case == "poisson" else sigma  # else e^margin has too long a tail to be simulated
+    """Within three standard errors of 4,000 releases, whose scores are computed here.
+
+    At σ = 0 it is the score.
+    """
+    # else e^margin has too long a tail to be simulated
+    sigma = sigma / 5 if case == "poisson" else sigma
     X, y, _ = data(case, weighted=False)
     X[0] = 0.0  # without an intercept, noise does not move its margin
     model = CASES[case]().fit(X, y)
@@ -136,7 +160,9 @@ def test_the_expected_score_is_the_mean_over_releases(case: str, sigma: float) -
             null = 2 * (xlogy(y, y / y.mean())).sum()
             scores.append(1 - 2 * (xlogy(y, y) - y * margin - y + np.exp(margin)).sum() / null)
         elif model.score_name == "accuracy":
-            scores.append(((margin > 0) == y if margin.ndim == 1 else margin.argmax(axis=1) == y).mean())
+            scores.append(
+                ((margin > 0) == y if margin.ndim == 1 else margin.argmax(axis=1) == y).mean()
+            )
         else:
             scores.append(-(np.sqrt(1 + np.square(margin - y)) - 1).mean())
     assert abs(found - np.mean(scores)) < 3 * np.std(scores) / 4000**0.5
@@ -179,4 +205,6 @@ def test_fil_is_about_the_training_data_and_no_others(name: str) -> None:
     for given in (torch.tensor(X), torch.tensor(X).float(), pandas.DataFrame(X), X.tolist()):
         assert np.allclose(model.fil(given, y), eta, rtol=1e-4)
     assert np.isfinite(CASES[name]().set_params(tolerance=1e-2).fit(X, y, weights).fil(X, y)).all()
-    assert np.allclose(model.set_params(l2=7.0, tolerance=1e-15).fil(X, y), eta), "of the fit, not of the settings"
+    assert np.allclose(model.set_params(l2=7.0, tolerance=1e-15).fil(X, y), eta), (
+        "of the fit, not of the settings"
+    )

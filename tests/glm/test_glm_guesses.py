@@ -1,4 +1,6 @@
-"""What the best attacker can tell of each record: against integration, simulation and true refits."""
+"""What the best attacker can tell of each record: against integration, simulation and true
+refits.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,16 @@ def integrated(means: np.ndarray, prior: np.ndarray) -> float:
     x, y = np.meshgrid(*axes, indexing="ij")
     largest = np.zeros_like(x)
     for (mean_x, mean_y), chance in zip(means, prior, strict=True):
-        largest = np.maximum(largest, chance * np.exp(-((x - mean_x) ** 2 + (y - mean_y) ** 2) / 2) / (2 * np.pi))
+        largest = np.maximum(
+            largest, chance * np.exp(-((x - mean_x) ** 2 + (y - mean_y) ** 2) / 2) / (2 * np.pi)
+        )
     return float(largest.sum() * np.prod([axis[1] - axis[0] for axis in axes]))
 
 
 def simulated(means: np.ndarray, prior: np.ndarray, seed: int) -> float:
-    """How often the largest posterior is right, for means [m, dimensions] and answers drawn from the prior."""
+    """How often the largest posterior is right, for means [m, dimensions] and answers drawn from
+    the prior.
+    """
     rng = np.random.default_rng(seed)
     truth = rng.choice(len(prior), size=TRIALS, p=prior)
     seen = means[truth] + rng.normal(size=(TRIALS, means.shape[1]))
@@ -48,10 +54,14 @@ def test_two_answers() -> None:
     assert (even.error == 0).all()
     prior = np.tile([0.2, 0.8], (5, 1))
     shifted = 0.2 * ndtr(d[2:] / 2 - np.log(4) / d[2:]) + 0.8 * ndtr(d[2:] / 2 + np.log(4) / d[2:])
-    assert best_accuracy(distances_of(means), prior).value == pytest.approx([0.8, 0.8, *shifted], abs=1e-14)
+    assert best_accuracy(distances_of(means), prior).value == pytest.approx(
+        [0.8, 0.8, *shifted], abs=1e-14
+    )
 
 
-@pytest.mark.parametrize(("answers", "scale"), [(3, 0.1), (3, 1.0), (3, 3.0), (4, 1.0), (6, 0.3), (6, 4.0)])
+@pytest.mark.parametrize(
+    ("answers", "scale"), [(3, 0.1), (3, 1.0), (3, 3.0), (4, 1.0), (6, 0.3), (6, 4.0)]
+)
 def test_answers_in_a_plane_against_integration(answers: int, scale: float) -> None:
     """Three answers in closed form, more of them by draws with an error that is told."""
     rng = np.random.default_rng(2)
@@ -65,7 +75,9 @@ def test_answers_in_a_plane_against_integration(answers: int, scale: float) -> N
     found = best_accuracy(distances_of(means), prior)
     expected = np.array([integrated(*case) for case in zip(means, prior, strict=True)])
     assert found.error.max() <= (3e-3 if answers > 3 else 0)
-    assert (np.abs(found.value - expected) < 6 * found.error + (1e-4 if answers > 3 else 2e-5)).all()
+    assert (
+        np.abs(found.value - expected) < 6 * found.error + (1e-4 if answers > 3 else 2e-5)
+    ).all()
 
 
 def test_an_answer_far_from_the_others_takes_no_digits_from_them() -> None:
@@ -92,7 +104,9 @@ def test_the_stated_error_is_that_of_the_draws(monkeypatch: pytest.MonkeyPatch) 
 
 
 def patients(n: int) -> tuple[np.ndarray, np.ndarray, dict[int, NominalAttribute]]:
-    """Made up, in the shape of the warfarin data: 14 columns, attributes of three and of six levels."""
+    """Made up, in the shape of the warfarin data: 14 columns, attributes of three and of six
+    levels.
+    """
     rng = np.random.default_rng(0)
     attributes, parts, place = {}, [rng.normal(size=(n, 7))], 7
     for levels, shares in COUNTS.items():
@@ -106,12 +120,16 @@ def patients(n: int) -> tuple[np.ndarray, np.ndarray, dict[int, NominalAttribute
 
 @pytest.mark.parametrize("levels", COUNTS)
 def test_nobody_beats_it_and_the_bayes_attacker_attains_it(levels: int) -> None:
-    """Made-up patients: the attacker compares a release with every answer's refit; answers are drawn from the prior."""
+    """Made-up patients: the attacker compares a release with every answer's refit.
+
+    Answers are drawn from the prior.
+    """
     (X, y, attributes), sigma = patients(80), 3e-2
     model = LinearRegression(l2=1e-2).fit(X, y)
     found = guess(model, X, y, attributes[levels], sigma)
     view = GLMView.build(model, X, y)
-    means = minimiser_changes(view, ask(attributes[levels], view).alternatives).numpy() / sigma  # [n, m, p]
+    # [n, m, p]
+    means = minimiser_changes(view, ask(attributes[levels], view).alternatives).numpy() / sigma
     share = np.array([simulated(each, found.prior[0], row) for row, each in enumerate(means)])
     error = np.sqrt(np.maximum(share * (1 - share), 1 / TRIALS) / TRIALS)
     off = (found.accuracy - share) / np.hypot(error, found.accuracy_error)

@@ -45,7 +45,9 @@ def test_clamps_stopping_attributes_and_refusals() -> None:
         "must hold 1": {"clamp": (2.0, 3.0)},
         "rounds=0": {"rounds": 0},
     }
-    all_refused({n: lambda o=o: iteratively_reweighted_fil(MODEL, X, y, **o) for n, o in wrong.items()})
+    all_refused(
+        {n: lambda o=o: iteratively_reweighted_fil(MODEL, X, y, **o) for n, o in wrong.items()}
+    )
     with pytest.raises(ValueError, match="η = 0"):
         iteratively_reweighted_fil(MODEL, np.vstack([X, np.zeros(4)]), np.append(y, 0.0))
 
@@ -57,7 +59,9 @@ def test_classes_and_groups_share_a_weight() -> None:
     model = LogisticRegression(l2=0.01)
     result = iteratively_reweighted_fil(model, X, y, groups="class", rounds=60, tolerance=1e-6)
     assert result.converged
-    before, after = ([eta[y == c].mean() for c in (0, 1)] for eta in (result.etas[0], result.etas[-1]))
+    before, after = (
+        [eta[y == c].mean() for c in (0, 1)] for eta in (result.etas[0], result.etas[-1])
+    )
     assert abs(before[0] - before[1]) > 1e-2 * before[0]
     assert after[0] == pytest.approx(after[1], rel=1e-5)
     assert all(np.ptp(result.sample_weight[y == c]) == 0 for c in (0, 1))

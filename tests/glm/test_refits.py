@@ -18,7 +18,9 @@ from torchfil.glm.refits import GLMView, minimiser_changes
 N = 60
 
 
-def refit(name: str, X: np.ndarray, y: np.ndarray, weight: np.ndarray, row: int, change: str, code: int) -> Any:
+def refit(
+    name: str, X: np.ndarray, y: np.ndarray, weight: np.ndarray, row: int, change: str, code: int
+) -> Any:
     """The weights of a fit from scratch, with one example changed or left out."""
     X, y, keep = X.copy(), y.copy(), np.full(N, True)
     if change == "attribute":
@@ -48,16 +50,22 @@ def test_updates_equal_refits(name: str) -> None:
     for change, question in questions.items():
         asked = ask(question, view)
         moved = minimiser_changes(view, asked.alternatives, tolerance=1e-11)
-        found, distances = guess(model, X, y, question, 0.02), (moved.norm(dim=2) / 0.02).cpu().numpy()
+        found, distances = (
+            guess(model, X, y, question, 0.02),
+            (moved.norm(dim=2) / 0.02).cpu().numpy(),
+        )
         assert found.divergence == pytest.approx(distances**2 / 2, rel=1e-6)
-        rates = ndtr(ndtri(0.05) + distances.max(axis=1))  # of the likelihood ratio, of the answer that is told best
+        # of the likelihood ratio, of the answer that is told best
+        rates = ndtr(ndtri(0.05) + distances.max(axis=1))
         assert found.true_positive_rate(0.05) == pytest.approx(rates, rel=1e-6)
         for row in range(0, N, 20):
             own = int(asked.truth[row])
             assert float(moved[row, own].abs().max()) == 0
             for answer in range(3) if change == "attribute" else [1 - own]:
                 expected = refit(name, X, y, weight, row, change, answer)
-                assert torch.allclose(view.weights + moved[row, answer], expected, rtol=0, atol=1e-9), (row, change)
+                assert torch.allclose(
+                    view.weights + moved[row, answer], expected, rtol=0, atol=1e-9
+                ), (row, change)
 
 
 def test_an_example_that_cannot_be_spared() -> None:

@@ -1,7 +1,8 @@
-"""Small runs of every way of training, whose numbers are kept: a change of the code must leave them as they are.
+"""Small runs of every way of training, whose numbers are kept: a change of the code must leave them
+as they are.
 
-Each is in float64 on the CPU, with seeded noise and draws, and returns everything that a run says: the released
-gradient of each step, the weights, the ledger, ε, individual ε and D.
+Each is in float64 on the CPU, with seeded noise and draws, and returns everything that a run says:
+the released gradient of each step, the weights, the ledger, ε, individual ε and D.
 
     python -m tests.golden.runs           # what differs from the kept numbers, by run
     python -m tests.golden.runs --write   # keep today's instead; say why in the commit
@@ -56,7 +57,11 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def mlp(dropout: float = 0.0) -> nn.Module:
-    return seeded(lambda: nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, CLASSES)))
+    return seeded(
+        lambda: nn.Sequential(
+            nn.Linear(D, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, CLASSES)
+        )
+    )
 
 
 def convolutions() -> nn.Module:
@@ -74,7 +79,9 @@ def transformer() -> nn.Module:
 class Run:
     """A run that is ready to train, and what it has released."""
 
-    def __init__(self, module: nn.Module, dataset: Any, batch: int = 8, optimizer: Any = None, **options: Any) -> None:
+    def __init__(
+        self, module: nn.Module, dataset: Any, batch: int = 8, optimizer: Any = None, **options: Any
+    ) -> None:
         given = {
             "noise_multiplier": 0.9,
             "max_grad_norm": 0.8,
@@ -94,7 +101,9 @@ class Run:
 
         def noting() -> None:
             plain()
-            self.released.append(torch.cat([p.grad.detach().flatten() for p in self.optimizer.params]))
+            self.released.append(
+                torch.cat([p.grad.detach().flatten() for p in self.optimizer.params])
+            )
 
         self.optimizer.scale_grad = noting
 
@@ -122,7 +131,8 @@ class Run:
         numbers["mse_bound"] = engine.get_mse_bound().value
         for name in engine.ledger.questions:
             numbers[f"D.{name}"] = engine.get_guess(name).divergence.value
-            numbers[f"D_high.{name}"] = engine.get_guess(name).divergence.interval(0.95)[1]  # without its cap
+            # without its cap
+            numbers[f"D_high.{name}"] = engine.get_guess(name).divergence.interval(0.95)[1]
         return {name: value.detach().cpu().double().numpy() for name, value in numbers.items()}
 
 
@@ -149,7 +159,9 @@ def accumulated() -> Found:
 
 def in_physical_batches() -> Found:
     run = Run(mlp(), table(), batch=12)
-    with BatchMemoryManager(data_loader=run.loader, max_physical_batch_size=5, optimizer=run.optimizer) as batches:
+    with BatchMemoryManager(
+        data_loader=run.loader, max_physical_batch_size=5, optimizer=run.optimizer
+    ) as batches:
         return run.loop(batches).found()
 
 
@@ -201,24 +213,41 @@ QUESTIONS = {
 }
 ADAM: dict[str, Any] = {"track": ("diagonal", "plis"), "num_probes": 2}
 ADAM["optimizer"] = lambda trained: torch.optim.Adam(trained, lr=0.02)
-TEXTS: dict[str, Any] = {"private": Private(submodule="embedding"), "questions": {"second": Token(1, [3, 4])}}
-HARD: dict[str, Any] = {"clip": "hard", "loss_reduction": "sum", "criterion": nn.CrossEntropyLoss(reduction="sum")}
+TEXTS: dict[str, Any] = {
+    "private": Private(submodule="embedding"),
+    "questions": {"second": Token(1, [3, 4])},
+}
+HARD: dict[str, Any] = {
+    "clip": "hard",
+    "loss_reduction": "sum",
+    "criterion": nn.CrossEntropyLoss(reduction="sum"),
+}
 RUNS: dict[str, Callable[[], Found]] = {
     "loop": lambda: Run(mlp(), table()).loop().loop().found(),
-    "loop, loss identified": lambda: Run(mlp(), table(), criterion=None, num_probes=2).loop().found(),
+    "loop, loss identified": lambda: (
+        Run(mlp(), table(), criterion=None, num_probes=2).loop().found()
+    ),
     "train_step": lambda: Run(mlp(), table(), num_probes=2).whole_steps().whole_steps().found(),
     "hooks": lambda: Run(mlp(), table(), grad_sample_mode="hooks", num_probes=2).loop().found(),
     "ghost": lambda: Run(mlp(), table(), grad_sample_mode="ghost").loop().found(),
-    "exact": lambda: Run(mlp(), table(), estimator="exact", track=("diagonal", "fim")).loop().found(),
+    "exact": lambda: (
+        Run(mlp(), table(), estimator="exact", track=("diagonal", "fim")).loop().found()
+    ),
     "dropout": lambda: Run(mlp(0.3), table()).loop().found(),
     "chunks": lambda: Run(convolutions(), images(), max_memory=2**14).whole_steps().found(),
     "accumulation": accumulated,
     "BatchMemoryManager": in_physical_batches,
     "questions": lambda: Run(mlp(), table(), questions=QUESTIONS).loop().found(),
     "questions, train_step": lambda: Run(mlp(), table(), questions=QUESTIONS).whole_steps().found(),
-    "clip weights": lambda: Run(mlp(), table(), clip_weights=torch.linspace(0.3, 1, N)).loop().found(),
-    "per layer": lambda: Run(mlp(), table(), clipping="per_layer", max_grad_norm=[0.4] * 4).loop().found(),
-    "without Poisson sampling": lambda: Run(mlp(), table(), poisson_sampling=False).loop().loop().found(),
+    "clip weights": lambda: (
+        Run(mlp(), table(), clip_weights=torch.linspace(0.3, 1, N)).loop().found()
+    ),
+    "per layer": lambda: (
+        Run(mlp(), table(), clipping="per_layer", max_grad_norm=[0.4] * 4).loop().found()
+    ),
+    "without Poisson sampling": lambda: (
+        Run(mlp(), table(), poisson_sampling=False).loop().loop().found()
+    ),
     "resumed": resumed,
     "stream": lambda: Run(mlp(), Stream(), poisson_sampling=False, id_of=2).loop().found(),
     "Adam, all quantities": lambda: Run(convolutions(), images(), **ADAM).loop().found(),
@@ -250,7 +279,10 @@ def bert() -> Found:
     module = seeded(lambda: transformers.BertForSequenceClassification(config))
     words, labels = texts().tensors
     mask = (torch.arange(6)[None] < 3 + torch.arange(N)[:, None] % 4).long()
-    data = [{"input_ids": w, "attention_mask": m, "labels": y} for w, m, y in zip(words, mask, labels, strict=True)]
+    data = [
+        {"input_ids": w, "attention_mask": m, "labels": y}
+        for w, m, y in zip(words, mask, labels, strict=True)
+    ]
     run = Run(module, data, criterion=None)
     for batch in run.loader:
         run.optimizer.zero_grad()
@@ -260,17 +292,28 @@ def bert() -> Found:
 
 
 def differences(name: str, found: Found) -> dict[str, float]:
-    """The largest difference of each number from the kept one, relative to the largest; infinite if one is missing."""
-    kept = {key.split("/", 1)[1]: value for key, value in _kept().items() if key.split("/")[0] == name}
+    """The largest difference of each number from the kept one, relative to the largest.
+
+    Infinite if one is missing.
+    """
+    kept = {
+        key.split("/", 1)[1]: value for key, value in _kept().items() if key.split("/")[0] == name
+    }
     apart = {}
     for key in kept.keys() | found.keys():
         a, b = kept.get(key), found.get(key)
-        if a is None or b is None or a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
+        if (
+            a is None
+            or b is None
+            or a.shape != b.shape
+            or not np.array_equal(np.isfinite(a), np.isfinite(b))
+        ):
             apart[key] = np.inf
             continue
         finite = np.isfinite(a)
         scale = np.abs(a[finite]).max(initial=1e-30)
-        if key == "ledger.certain":  # a small part of the trace, whose rounding differs between kinds of CPUs
+        # a small part of the trace, whose rounding differs between kinds of CPUs
+        if key == "ledger.certain":
             scale = max(scale, 1e-3 * np.abs(kept["ledger.trace"]).max())
         apart[key] = float(np.abs(a[finite] - b[finite]).max(initial=0.0) / scale)
     return apart

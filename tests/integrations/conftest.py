@@ -1,4 +1,6 @@
-"""Lightning's metrics and Hugging Face's image models import torchvision, which may lack its compiled part."""
+"""Lightning's metrics and Hugging Face's image models import torchvision, which may lack its
+compiled part.
+"""
 
 from importlib.util import find_spec
 

@@ -11,10 +11,15 @@ from torchfil import FILPrivacyEngine
 DELTA = 1e-5
 
 
-def assert_same_run(ours: FILPrivacyEngine, fitted: nn.Module, truth: FILPrivacyEngine, trained: nn.Module) -> None:
+def assert_same_run(
+    ours: FILPrivacyEngine, fitted: nn.Module, truth: FILPrivacyEngine, trained: nn.Module
+) -> None:
     """Tables, ε and weights agree to float tolerance, and something leaked."""
     assert truth.get_fil().value.max() > 0
-    (names, columns), (true_names, true_columns) = ours.leakage_columns(delta=DELTA), truth.leakage_columns(delta=DELTA)
+    (names, columns), (true_names, true_columns) = (
+        ours.leakage_columns(delta=DELTA),
+        truth.leakage_columns(delta=DELTA),
+    )
     assert names == true_names
     assert columns.pop("fil_kind") == true_columns.pop("fil_kind")
     for name, column in true_columns.items():

@@ -18,15 +18,19 @@ from tests.repeatable import check_no_noise_is_shared, recorded_noise
 from torchfil import Accounting, FILPrivacyEngine, LeakageLogger, Private
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (torchfil[huggingface])")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (torchfil[huggingface])")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (torchfil[huggingface])"
+)
 from accelerate.state import AcceleratorState  # noqa: E402
 
 from tests.integrations.model_zoo.hugging_face import BERT_DROPS, BODY, built  # noqa: E402
 from torchfil.integrations.huggingface import STATE_FILE, FILTrainer  # noqa: E402
 
 LENGTH, WORDS, LR, C = 5, 12, 0.1, 0.8
-PEOPLE = [min(i, 23 - i) // 2 if i % 5 else 6 for i in range(24)]  # whose the texts are: of seven people
-PEOPLE = [sorted(set(PEOPLE), key=PEOPLE.index).index(each) for each in PEOPLE]  # numbered as they come
+# whose the texts are: of seven people
+PEOPLE = [min(i, 23 - i) // 2 if i % 5 else 6 for i in range(24)]
+# numbered as they come
+PEOPLE = [sorted(set(PEOPLE), key=PEOPLE.index).index(each) for each in PEOPLE]
 
 
 def model(labels: int = 3, dropout: float = 0.0) -> Any:
@@ -53,14 +57,34 @@ def examples(count: int = 24) -> list[dict[str, torch.Tensor]]:
 
 
 def privacy(**more: Any) -> dict[str, Any]:
-    words, noise = Private(submodule="bert.embeddings.word_embeddings"), torch.Generator().manual_seed(5)
+    words, noise = (
+        Private(submodule="bert.embeddings.word_embeddings"),
+        torch.Generator().manual_seed(5),
+    )
     accounting = Accounting(seed=3, num_probes=1)
-    return {"noise_multiplier": 0.9, "private": words, "noise_generator": noise, "accounting": accounting, **more}
+    return {
+        "noise_multiplier": 0.9,
+        "private": words,
+        "noise_generator": noise,
+        "accounting": accounting,
+        **more,
+    }
 
 
 def arguments(folder: Path, **more: Any) -> Any:
-    quiet = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "seed": 7}
-    rate = {"learning_rate": LR, "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": C}
+    quiet = {
+        "use_cpu": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 7,
+    }
+    rate = {
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": C,
+    }
     sizes = {"per_device_train_batch_size": 6, "num_train_epochs": 2}
     return transformers.TrainingArguments(str(folder), **{**quiet, **rate, **sizes, **more})
 
@@ -68,14 +92,18 @@ def arguments(folder: Path, **more: Any) -> Any:
 class Noting(FILTrainer):
     """Keeps the numbers of the examples of every step."""
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         self.__dict__.setdefault("batches", []).append(list(inputs._ids))
         loss = super().training_step(model, inputs, num_items_in_batch)
         assert all(part.training for part in model.modules())
         return loss
 
 
-def made(folder: Path, *, kind: Any = Noting, given: dict[str, Any] | None = None, **more: Any) -> Any:
+def made(
+    folder: Path, *, kind: Any = Noting, given: dict[str, Any] | None = None, **more: Any
+) -> Any:
     """A trainer: ``given`` are its own arguments, ``more`` those of TrainingArguments."""
     usual: dict[str, Any] = {"model": model(), "train_dataset": examples(), "privacy": privacy()}
     return kind(args=arguments(folder, **more), **{**usual, **(given or {})})
@@ -93,11 +121,20 @@ def by_logits(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 def plain_loop(trainer: Any, **more: Any) -> tuple[FILPrivacyEngine, nn.Module]:
-    """The same steps by hand, on the batches and with the order of parameters (of the noise) that the trainer had."""
-    drawn = [list(dict.fromkeys(more["owner_of"][i] for i in rows)) if more else rows for rows in trainer.batches]
+    """The same steps by hand, on the batches and with the order of parameters (of the noise) that
+    the trainer had.
+    """
+    drawn = [
+        list(dict.fromkeys(more["owner_of"][i] for i in rows)) if more else rows
+        for rows in trainer.batches
+    ]
     network = model().train()
     names = {id(value): name for name, value in trainer.model.named_parameters()}
-    ordered = [network.get_parameter(names[id(p)]) for group in trainer.optimizer.param_groups for p in group["params"]]
+    ordered = [
+        network.get_parameter(names[id(p)])
+        for group in trainer.optimizer.param_groups
+        for p in group["params"]
+    ]
     engine, optimizer = FILPrivacyEngine(), torch.optim.SGD(ordered, lr=LR)
     loader: Any = DataLoader(examples(), batch_size=6, collate_fn=default_collate)  # type: ignore[arg-type]
     given = {"max_grad_norm": C, "criterion": by_logits, **privacy(**more)}
@@ -105,7 +142,9 @@ def plain_loop(trainer: Any, **more: Any) -> tuple[FILPrivacyEngine, nn.Module]:
     with replaying(drawn):
         for batch in chain(loader, loader):
             optimizer.zero_grad()
-            by_logits(wrapped(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"]).backward()
+            by_logits(
+                wrapped(**{k: v for k, v in batch.items() if k != "labels"}), batch["labels"]
+            ).backward()
             optimizer.step()
     return engine, network
 
@@ -134,9 +173,16 @@ def test_people_with_several_texts(owner_of: Any, tmp_path: Path) -> None:
 def test_empty_batches_release_noise_and_are_accounted_for(tmp_path: Path) -> None:
     trainer = trained(tmp_path, per_device_train_batch_size=1, num_train_epochs=1)
     assert not all(trainer.batches)
-    assert sum(steps for *_, steps in trainer.engine.accountant.history) == len(trainer.batches) == 24
-    assert sum(trainer.engine.leakage_columns()[1]["participations"]) == sum(map(len, trainer.batches))
-    assert any(not torch.equal(a, b) for a, b in zip(model().parameters(), trainer.model.parameters(), strict=True))
+    assert (
+        sum(steps for *_, steps in trainer.engine.accountant.history) == len(trainer.batches) == 24
+    )
+    assert sum(trainer.engine.leakage_columns()[1]["participations"]) == sum(
+        map(len, trainer.batches)
+    )
+    assert any(
+        not torch.equal(a, b)
+        for a, b in zip(model().parameters(), trainer.model.parameters(), strict=True)
+    )
 
 
 class OwnLoss(FILTrainer):
@@ -153,10 +199,26 @@ class Beside(FILTrainer, Weighted): ...
 BY_CLASS = nn.CrossEntropyLoss(weight=torch.ones(3))
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "batch size found": ({"auto_find_batch_size": True}, ValueError, "auto_find_batch_size"),
-    "set elsewhere": ({"given": {"privacy": privacy(max_grad_norm=1.0)}}, TypeError, "max_grad_norm"),
-    "own loss": ({"kind": OwnLoss}, ValueError, "OwnLoss.compute_loss would never be called.*criterion="),
-    "another trainer's loss": ({"kind": Beside}, ValueError, r"Weighted.compute_loss .*model=other.model"),
-    "loss function": ({"given": {"compute_loss_func": print}}, ValueError, "not called in training"),
+    "set elsewhere": (
+        {"given": {"privacy": privacy(max_grad_norm=1.0)}},
+        TypeError,
+        "max_grad_norm",
+    ),
+    "own loss": (
+        {"kind": OwnLoss},
+        ValueError,
+        "OwnLoss.compute_loss would never be called.*criterion=",
+    ),
+    "another trainer's loss": (
+        {"kind": Beside},
+        ValueError,
+        r"Weighted.compute_loss .*model=other.model",
+    ),
+    "loss function": (
+        {"given": {"compute_loss_func": print}},
+        ValueError,
+        "not called in training",
+    ),
     "smoothed": (
         {"label_smoothing_factor": 0.1, "given": {"criterion": nn.CrossEntropyLoss()}},
         ValueError,
@@ -179,7 +241,9 @@ def test_what_cannot_be_accounted_for_is_refused(name: str, tmp_path: Path) -> N
 class Plain(FILTrainer):
     """Trains by itself, as the Trainer does."""
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         loss: torch.Tensor = model(**self._prepare_inputs(inputs)).loss
         loss.backward()
         return loss.detach()
@@ -187,15 +251,23 @@ class Plain(FILTrainer):
 
 def test_a_training_step_without_a_private_one_is_refused_at_once(tmp_path: Path) -> None:
     trainer = made(tmp_path, kind=Plain)
-    with pytest.raises(ValueError, match=r"took no private step: let it call super\(\).training_step\(model, inputs\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"took no private step: let it call super\(\).training_step\(model, inputs\)",
+    ):
         trainer.train()
     assert trainer.state.global_step == 0
     assert trainer.engine.accountant.history == []
-    assert all(torch.equal(a, b) for a, b in zip(model().parameters(), trainer.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model().parameters(), trainer.model.parameters(), strict=True)
+    )
 
 
 def test_accumulation_draws_one_large_batch(tmp_path: Path) -> None:
-    """k batches of B in one step are one Poisson batch of mean size kB: σ, q and ledger of a batch size of kB."""
+    """k batches of B in one step are one Poisson batch of mean size kB: σ, q and ledger of a batch
+    size of kB.
+    """
     one, three = (
         trained(tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=steps)
         for size, steps in ((6, 1), (2, 3))
@@ -207,13 +279,21 @@ def test_accumulation_draws_one_large_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stop", "workers"), [(3, 1), (4, 0)])  # in a pass over the data, and at its end
+# in a pass over the data, and at its end
+@pytest.mark.parametrize(("stop", "workers"), [(3, 1), (4, 0)])
 def test_a_resumed_run_is_the_uninterrupted_one(stop: int, workers: int, tmp_path: Path) -> None:
     def run(folder: str, resumed: Any = None) -> Any:
         options = privacy(accounting=Accounting(seed=3, num_probes=1, track=("diagonal",)))
         given = {"model": model(dropout=0.2), "privacy": options}
-        saving = {"save_strategy": "steps", "save_steps": stop, "optim": "adamw_torch", "lr_scheduler_type": "linear"}
-        return trained(tmp_path / folder, resumed, given=given, dataloader_num_workers=workers, **saving)
+        saving = {
+            "save_strategy": "steps",
+            "save_steps": stop,
+            "optim": "adamw_torch",
+            "lr_scheduler_type": "linear",
+        }
+        return trained(
+            tmp_path / folder, resumed, given=given, dataloader_num_workers=workers, **saving
+        )
 
     whole, checkpoint = run("whole"), tmp_path / "whole" / f"checkpoint-{stop}"
     assert (checkpoint / STATE_FILE).stat().st_mode & 0o077 == 0
@@ -236,15 +316,23 @@ def test_resumed_runs_share_no_noise(tmp_path: Path) -> None:
 
 def test_the_leakage_is_logged_where_the_trainer_reports(tmp_path: Path) -> None:
     def reported(**more: Any) -> Any:
-        return trained(tmp_path / "out", given={"logger": LeakageLogger(delta=1e-4, every=4)}, **more)
+        return trained(
+            tmp_path / "out", given={"logger": LeakageLogger(delta=1e-4, every=4)}, **more
+        )
 
     trainer = reported(report_to=["tensorboard"])
-    epsilons = [each["privacy/epsilon"] for each in trainer.state.log_history if "privacy/epsilon" in each]
+    epsilons = [
+        each["privacy/epsilon"] for each in trainer.state.log_history if "privacy/epsilon" in each
+    ]
     assert len(epsilons) == 3  # at steps 4, 8 and the end
     assert epsilons[-1] == pytest.approx(trainer.engine.get_epsilon(1e-4))
     (folder,) = {path.parent for path in tmp_path.rglob("events*")}
     found = event_accumulator.EventAccumulator(str(folder)).Reload()
-    assert [each.step for each in found.Scalars("train/privacy/epsilon")] == [4, 8, trainer.state.global_step]
+    assert [each.step for each in found.Scalars("train/privacy/epsilon")] == [
+        4,
+        8,
+        trainer.state.global_step,
+    ]
 
     # nowhere else
     reported(report_to=[])
@@ -267,7 +355,9 @@ def test_checkpoints_that_do_not_hold_the_accounting_are_refused(tmp_path: Path)
     assert all(map(torch.equal, model().parameters(), other.model.parameters()))
 
 
-@pytest.mark.parametrize(("option", "tolerance"), [("bf16", 0.05), ("gradient_checkpointing", 1e-5)])
+@pytest.mark.parametrize(
+    ("option", "tolerance"), [("bf16", 0.05), ("gradient_checkpointing", 1e-5)]
+)
 def test_the_same_run_but_for_rounding(option: str, tolerance: float, tmp_path: Path) -> None:
     runs = []
     for settings in ({}, {option: True}):

@@ -1,4 +1,7 @@
-"""A fit with FILCallback is the plain loop; what it cannot account for is refused when the fit starts."""
+"""A fit with FILCallback is the plain loop.
+
+What it cannot account for is refused when the fit starts.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ from tests.integrations.ledgers import assert_same_run
 from tests.repeatable import check_no_noise_is_shared, recorded_noise
 from torchfil import Accounting, FILPrivacyEngine, LeakageLogger
 
-pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed (torchfil[lightning])")
+pl = pytest.importorskip(
+    "lightning.pytorch", reason="lightning is not installed (torchfil[lightning])"
+)
 from torchfil.integrations.lightning import FILCallback  # noqa: E402
 
 LR = 0.3
@@ -89,16 +94,28 @@ def module(kind: type = Classifier) -> Any:
 def loader(kind: type = TensorDataset, batch_size: int = 4, **options: Any) -> DataLoader[Any]:
     source = torch.Generator().manual_seed(0)
     data = kind(torch.randn(40, 5, generator=source), torch.randint(3, (40,), generator=source))
-    return DataLoader(data, batch_size=batch_size, generator=torch.Generator().manual_seed(2), **options)
+    return DataLoader(
+        data, batch_size=batch_size, generator=torch.Generator().manual_seed(2), **options
+    )
 
 
 def options(**more: Any) -> dict[str, Any]:
     noise, accounting = torch.Generator().manual_seed(5), Accounting(seed=3)
-    return {"noise_multiplier": 0.9, "max_grad_norm": 0.8, "noise_generator": noise, "accounting": accounting, **more}
+    return {
+        "noise_multiplier": 0.9,
+        "max_grad_norm": 0.8,
+        "noise_generator": noise,
+        "accounting": accounting,
+        **more,
+    }
 
 
 def trainer(callback: Any, folder: Path, **more: Any) -> Any:
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    quiet: dict[str, Any] = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+    }
     more = {"max_epochs": 2, "enable_checkpointing": False, **quiet, **more}
     return pl.Trainer(accelerator="cpu", callbacks=[callback], default_root_dir=folder, **more)
 
@@ -109,15 +126,24 @@ def fit(
 ) -> tuple[Any, Any]:  # fmt: skip
     """The callback and the module after a fit."""
     callback, fitted = FILCallback(module=inner, **options(**private or {})), module(kind)
-    trainer(callback, folder, **more).fit(fitted, loader(**(data or {})), loader(batch_size=10) if validated else None)
+    trainer(callback, folder, **more).fit(
+        fitted, loader(**(data or {})), loader(batch_size=10) if validated else None
+    )
     return callback, fitted
 
 
-def plain_loop(kind: type = TensorDataset, *, workers: int = 0, **more: Any) -> tuple[FILPrivacyEngine, Any]:
-    network, engine, batches = module().network, FILPrivacyEngine(), loader(kind, num_workers=workers)
+def plain_loop(
+    kind: type = TensorDataset, *, workers: int = 0, **more: Any
+) -> tuple[FILPrivacyEngine, Any]:
+    network, engine, batches = (
+        module().network,
+        FILPrivacyEngine(),
+        loader(kind, num_workers=workers),
+    )
     optimizer: Any = torch.optim.SGD(network.parameters(), lr=LR)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    torch.empty((), dtype=torch.int64).random_(generator=batches.generator)  # Lightning opens the plain loader once
+    # Lightning opens the plain loader once
+    torch.empty((), dtype=torch.int64).random_(generator=batches.generator)
     model, optimizer, private = engine.make_private(network, optimizer, batches, **options(**more))
     for _ in range(2):
         for batch in private:
@@ -133,13 +159,22 @@ FITS: dict[str, dict[str, Any]] = {
     "plain": {},
     "workers": {"data": {"num_workers": 1}, "truth": {"workers": 1}},
     "manual": {"kind": Manual},
-    "accumulated": {"data": {"batch_size": 2}, "accumulate_grad_batches": 2},  # one batch of mean size 2·2
+    # one batch of mean size 2·2
+    "accumulated": {"data": {"batch_size": 2}, "accumulate_grad_batches": 2},
     "validated": {"validated": True, "val_check_interval": 2},
-    "a module of the module": {"kind": CallsASubmodule, "inner": "network", "data": {"kind": ByName}},
+    "a module of the module": {
+        "kind": CallsASubmodule,
+        "inner": "network",
+        "data": {"kind": ByName},
+    },
 }
 FITS["a module of the module"]["truth"] = {"kind": ByName}
 FITS["people"] = {"private": {"owner_of": PEOPLE}, "truth": {"owner_of": PEOPLE}}
-FITS["people in a column"] = {**FITS["people"], "private": {"owner_of": 1}, "data": {"kind": WithPatients}}
+FITS["people in a column"] = {
+    **FITS["people"],
+    "private": {"owner_of": 1},
+    "data": {"kind": WithPatients},
+}
 
 
 @pytest.mark.parametrize("name", FITS)
@@ -164,7 +199,9 @@ def test_resumed_fits_share_no_noise(tmp_path: Path) -> None:
 
     first, before = noise(1)
     first.save_checkpoint(path := tmp_path / "fit.ckpt")
-    check_no_noise_is_shared(before, *(noise(2, ckpt_path=path, weights_only=False)[1] for _ in range(2)))
+    check_no_noise_is_shared(
+        before, *(noise(2, ckpt_path=path, weights_only=False)[1] for _ in range(2))
+    )
 
 
 def test_a_resumed_fit_goes_on_with_the_ledger(tmp_path: Path) -> None:
@@ -195,7 +232,12 @@ def test_the_leakage_is_logged_to_the_loggers_of_the_trainer(tmp_path: Path) -> 
 
     def fitted(epochs: int, **more: Any) -> Any:
         callback = FILCallback(logger=LeakageLogger(delta=1e-4, every=5), **options())
-        own = trainer(callback, tmp_path, max_epochs=epochs, logger=CSVLogger(tmp_path / "csv", version=epochs))
+        own = trainer(
+            callback,
+            tmp_path,
+            max_epochs=epochs,
+            logger=CSVLogger(tmp_path / "csv", version=epochs),
+        )
         own.fit(module(), loader(), **more)
         return own, callback
 
@@ -215,13 +257,18 @@ def test_the_leakage_is_logged_to_the_loggers_of_the_trainer(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_bf16_is_the_same_run_but_for_rounding(precision: str, tmp_path: Path) -> None:
-    rounded, exact = (e.get_fil().value for e in (fit(tmp_path, precision=precision)[0].engine, plain_loop()[0]))
+    rounded, exact = (
+        e.get_fil().value for e in (fit(tmp_path, precision=precision)[0].engine, plain_loop()[0])
+    )
     assert not torch.equal(exact, rounded)
     torch.testing.assert_close(rounded, exact, rtol=0.05, atol=1e-3)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a hook of DDP": ({"strategy": pl.strategies.DDPStrategy(ddp_comm_hook=print), "devices": 1}, "ddp_comm_hook"),
+    "a hook of DDP": (
+        {"strategy": pl.strategies.DDPStrategy(ddp_comm_hook=print), "devices": 1},
+        "ddp_comm_hook",
+    ),
     "clipping": ({"gradient_clip_val": 1.0}, "gradient_clip_val"),
     "reloading": ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs"),
     "float16": ({"precision": "16-true"}, "16-true"),
@@ -236,10 +283,15 @@ def test_what_cannot_be_accounted_for_is_refused(name: str, tmp_path: Path) -> N
     settings = {key: value for key, value in given.items() if key not in ("kind", "data")}
     before = copy.deepcopy(fitted.state_dict())
     try:
-        with mock.patch.dict(os.environ), pytest.raises(ValueError, match=noun):  # DDP leaves a port and a rank there
-            trainer(FILCallback(**options()), tmp_path, **settings).fit(fitted, given.get("data") or loader())
+        # DDP leaves a port and a rank there
+        with mock.patch.dict(os.environ), pytest.raises(ValueError, match=noun):
+            trainer(FILCallback(**options()), tmp_path, **settings).fit(
+                fitted, given.get("data") or loader()
+            )
         if name != "float16":  # to which Lightning itself turns the weights
-            assert all(torch.equal(before[key], value) for key, value in fitted.state_dict().items())
+            assert all(
+                torch.equal(before[key], value) for key, value in fitted.state_dict().items()
+            )
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

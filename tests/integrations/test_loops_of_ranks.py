@@ -1,4 +1,6 @@
-"""Two gloo ranks in Lightning's and in Hugging Face's loop are one process with the same draws (float64)."""
+"""Two gloo ranks in Lightning's and in Hugging Face's loop are one process with the same draws
+(float64).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from torchfil.engine.loader import FILBatchSampler, FILPoissonSampler
 if find_spec("torchvision") is not None:  # before Lightning imports it in the ranks, too
     import_torchvision()
 pytest.importorskip("lightning.pytorch", reason="lightning is not installed (torchfil[lightning])")
-state = pytest.importorskip("accelerate.state", reason="accelerate is not installed (torchfil[huggingface])")
+state = pytest.importorskip(
+    "accelerate.state", reason="accelerate is not installed (torchfil[huggingface])"
+)
 pytest.importorskip("transformers", reason="transformers is not installed (torchfil[huggingface])")
 
 from tests.integrations import test_huggingface as hugging_face  # noqa: E402
@@ -48,7 +52,9 @@ class Fitted:
     logged: Any
 
     @classmethod
-    def by(cls, engine: Any, module: nn.Module, draws: list[list[int]], steps: int, logged: Any) -> Fitted:
+    def by(
+        cls, engine: Any, module: nn.Module, draws: list[list[int]], steps: int, logged: Any
+    ) -> Fitted:
         weights = [p.detach().clone() for p in module.parameters()]
         columns, epsilon = engine.leakage_columns(delta=DELTA)[1], float(engine.get_epsilon(DELTA))
         return cls(weights, columns, epsilon, draws, steps, logged)
@@ -56,9 +62,12 @@ class Fitted:
 
 @contextmanager
 def as_a_rank(module: nn.Module, replayed: Draws | None) -> Iterator[tuple[int, list[list[int]]]]:
-    """Inside, the environment is that of a process which torchrun has started; gives the number of ranks and draws.
+    """Inside, the environment is that of a process which torchrun has started.
 
-    A list notes the examples of every batch of this process. Of the ranks' weights, which differ, rank 0's count.
+    Gives the number of ranks and draws.
+
+    A list notes the examples of every batch of this process. Of the ranks' weights, which differ,
+    rank 0's count.
     """
     draws: list[list[int]] = []
 
@@ -76,7 +85,11 @@ def as_a_rank(module: nn.Module, replayed: Draws | None) -> Iterator[tuple[int, 
         for p in module.parameters():
             p.mul_(1 + rank)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    values = dict(zip(names, map(str, (rank, rank, size, size, "127.0.0.1", 1)), strict=True)) if several else {}
+    values = (
+        dict(zip(names, map(str, (rank, rank, size, size, "127.0.0.1", 1)), strict=True))
+        if several
+        else {}
+    )
     with (
         mock.patch.dict(os.environ, values),
         replaying(replayed),
@@ -93,7 +106,10 @@ def lightning_fit(
     """A fit in this process, as one of several ranks where there are any."""
     Path(folder).mkdir(exist_ok=True)
     source, saved = torch.Generator().manual_seed(0), Path(folder) / "last.ckpt"
-    x, y = torch.randn(n, 5, generator=source, dtype=torch.float64), torch.randint(3, (n,), generator=source)
+    x, y = (
+        torch.randn(n, 5, generator=source, dtype=torch.float64),
+        torch.randint(3, (n,), generator=source),
+    )
     if bad is not None:
         x[bad] = torch.nan
     module = lightning.module()
@@ -105,7 +121,9 @@ def lightning_fit(
         trainer = lightning.trainer(callback, Path(folder), **ranks, **steps)
         loading: dict[str, Any] = {"generator": torch.Generator().manual_seed(2)}
         if weighted:
-            loading = {"sampler": WeightedRandomSampler(torch.ones(n).tolist(), n, replacement=False)}
+            loading = {
+                "sampler": WeightedRandomSampler(torch.ones(n).tolist(), n, replacement=False)
+            }
         loader = DataLoader(TensorDataset(x, y), batch_size=batch_size, **loading)
         trainer.fit(module, loader, ckpt_path=saved if resumed else None)
         trainer.save_checkpoint(saved)
@@ -158,7 +176,9 @@ def assert_same(parts: list[Fitted], alone: Fitted) -> None:
         assert part.epsilon == pytest.approx(alone.epsilon, rel=1e-12)
         assert part.columns.keys() == alone.columns.keys()
         for name, column in alone.columns.items():
-            same = column if isinstance(column[0], str) else pytest.approx(column, rel=1e-6, abs=1e-9)
+            same = (
+                column if isinstance(column[0], str) else pytest.approx(column, rel=1e-6, abs=1e-9)
+            )
             assert part.columns[name] == same, name
 
 
@@ -174,7 +194,9 @@ def all_draws(parts: list[Fitted]) -> list[list[int]]:
         (trainer_fit, {}),
     ],
 )
-def test_two_ranks_are_one_process(ranks: RankPool, tmp_path: Path, fit: Any, options: dict[str, Any]) -> None:
+def test_two_ranks_are_one_process(
+    ranks: RankPool, tmp_path: Path, fit: Any, options: dict[str, Any]
+) -> None:
     parts, size = ranks.run(fit, str(tmp_path), **options), 8 if fit is lightning_fit else 6
     alone = fit(str(tmp_path / "alone"), batch_size=size, replayed=all_draws(parts))
     assert_same(parts, alone)

@@ -1,4 +1,6 @@
-"""The loss that a Hugging Face model computes by itself, on each example alone: in FILTrainer, loop and train_step."""
+"""The loss that a Hugging Face model computes by itself, on each example alone: in FILTrainer, loop
+and train_step.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,44 @@ from torch.utils.data import default_collate
 from torchfil import Accounting, Private
 
 pytest.importorskip("accelerate", reason="accelerate is not installed (torchfil[huggingface])")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (torchfil[huggingface])")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (torchfil[huggingface])"
+)
 from tests.integrations import test_huggingface as hugging_face  # noqa: E402
-from tests.integrations.model_zoo.hugging_face import BERT_DROPS, BODY, ENDS, GPT2, GPT2_DROPS, T5, built  # noqa: E402
+from tests.integrations.model_zoo.hugging_face import (
+    BERT_DROPS,
+    BODY,
+    ENDS,
+    GPT2,
+    GPT2_DROPS,
+    T5,
+    built,
+)  # noqa: E402
 from torchfil.integrations.huggingface import FILTrainer  # noqa: E402
 
 WORDS, LENGTH, COUNT, CLASSES = 11, 5, 6, 3
 SOURCE = torch.Generator().manual_seed(0)
 TEXTS = {"vocab_size": WORDS, "max_position_embeddings": LENGTH}
-SIDES = {f"{s}_{k}": n for s in ("encoder", "decoder") for k, n in (("layers", 1), ("attention_heads", 2))}
-SIDES |= {"vocab_size": WORDS, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "pad_token_id": 0, "use_cache": False}
-WHISPER = {"num_mel_bins": 4, "max_source_positions": 6, "max_target_positions": LENGTH, "d_model": 8}
-WHISPER = {**SIDES, **ENDS, **WHISPER, "decoder_start_token_id": 1}  # no method makes the decoder's tokens from labels
+SIDES = {
+    f"{s}_{k}": n
+    for s in ("encoder", "decoder")
+    for k, n in (("layers", 1), ("attention_heads", 2))
+}
+SIDES |= {
+    "vocab_size": WORDS,
+    "encoder_ffn_dim": 8,
+    "decoder_ffn_dim": 8,
+    "pad_token_id": 0,
+    "use_cache": False,
+}
+WHISPER = {
+    "num_mel_bins": 4,
+    "max_source_positions": 6,
+    "max_target_positions": LENGTH,
+    "d_model": 8,
+}
+# no method makes the decoder's tokens from labels
+WHISPER = {**SIDES, **ENDS, **WHISPER, "decoder_start_token_id": 1}
 
 
 def bert(task: str = "SequenceClassification", **settings: Any) -> Any:
@@ -50,7 +78,10 @@ def in_part(labels: Tensor) -> Tensor:
 
 
 TEXT = {"input_ids": words()}
-MULTI, NUMBERS = torch.rand(COUNT, CLASSES, generator=SOURCE).round(), torch.randn(COUNT, generator=SOURCE)
+MULTI, NUMBERS = (
+    torch.rand(COUNT, CLASSES, generator=SOURCE).round(),
+    torch.randn(COUNT, generator=SOURCE),
+)
 SPAN = {"start_positions": classes(), "end_positions": torch.tensor([2, 3, 4, 4, 2, 1])}
 SOUND = {"input_features": torch.randn(COUNT, 4, 12, generator=SOURCE)}
 GPT = other("GPT2LMHeadModel", GPT2, GPT2_DROPS)
@@ -67,7 +98,10 @@ CASES: dict[str, tuple[Any, dict[str, Tensor]]] = {
         other("T5ForConditionalGeneration", T5, ("dropout_rate",)),
         {**TEXT, "labels": in_part(words())},
     ),
-    "sounds to words": (other("WhisperForConditionalGeneration", WHISPER), {**SOUND, "labels": in_part(words())}),
+    "sounds to words": (
+        other("WhisperForConditionalGeneration", WHISPER),
+        {**SOUND, "labels": in_part(words())},
+    ),
     "span": (bert("QuestionAnswering", num_labels=2), {**TEXT, **SPAN}),
 }
 EMBEDDINGS = {"bert": "bert.embeddings.word_embeddings", "transformer": "transformer.wte"}
@@ -79,8 +113,14 @@ def made(name: str) -> tuple[Any, dict[str, Tensor], Any]:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model, batch = CASES[name][0](), CASES[name][1]
-    embedding = next((EMBEDDINGS[part] for part, _ in model.named_children() if part in EMBEDDINGS), None)
-    return model, batch, Private(submodule=embedding) if embedding and "input_ids" in batch else None
+    embedding = next(
+        (EMBEDDINGS[part] for part, _ in model.named_children() if part in EMBEDDINGS), None
+    )
+    return (
+        model,
+        batch,
+        Private(submodule=embedding) if embedding and "input_ids" in batch else None,
+    )
 
 
 def examples(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -89,8 +129,16 @@ def examples(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 
 def trainer(name: str, folder: Path, **more: Any) -> Any:
     model, batch, private = made(name)
-    options = {"noise_multiplier": 0.5, "poisson_sampling": False, "accounting": Accounting(num_probes=1)}
-    given = {"model": model, "train_dataset": examples(batch), "privacy": {**options, "private": private}}
+    options = {
+        "noise_multiplier": 0.5,
+        "poisson_sampling": False,
+        "accounting": Accounting(num_probes=1),
+    }
+    given = {
+        "model": model,
+        "train_dataset": examples(batch),
+        "privacy": {**options, "private": private},
+    }
     steps = {"per_device_train_batch_size": COUNT, "max_steps": 2, "logging_steps": 1}
     return hugging_face.made(folder, kind=FILTrainer, given=given, **steps, **more)
 
@@ -100,7 +148,9 @@ def test_the_trainer_trains_the_models_own_loss(name: str, tmp_path: Path) -> No
     fit, batch = trainer(name, tmp_path), CASES[name][1]
     model = fit.model.eval()
     with torch.no_grad():
-        expected = torch.stack([model(**default_collate([example])).loss for example in examples(batch)]).mean()
+        expected = torch.stack(
+            [model(**default_collate([example])).loss for example in examples(batch)]
+        ).mean()
     fit.train()
     assert fit.state.log_history[0]["loss"] == pytest.approx(float(expected), rel=1e-3)
     assert fit.engine.get_fil().value.min() > 0

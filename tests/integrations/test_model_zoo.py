@@ -1,4 +1,6 @@
-"""docs/models.md tells the truth: every model runs or is refused as it says, and what runs is right to 1e-6."""
+"""docs/models.md tells the truth: every model runs or is refused as it says, and what runs is right
+to 1e-6.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,31 @@ for package in ("transformers", "peft", "timm", "torchvision"):
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed (make test-integrations)", allow_module_level=True)
 
-from tests.integrations.model_zoo.outcomes import CASES, DOCS, MODELS, Case, outcome_of, read_table, text_of  # noqa: E402
+from tests.integrations.model_zoo.outcomes import (
+    CASES,
+    DOCS,
+    MODELS,
+    Case,
+    outcome_of,
+    read_table,
+    text_of,
+)  # noqa: E402
 from tests.integrations.model_zoo.truth import assert_true, trained  # noqa: E402
 
 WRITTEN = read_table(DOCS.read_text())
 REMEDY = "run make models, which writes docs/models.md anew"
-SLOW = ("convnext", "Deberta", "nfnet", "resnet", "swin", "Swin", "T5", "Wav2Vec2")  # over 5 s on a busy machine
+# over 5 s on a busy machine
+SLOW = ("convnext", "Deberta", "nfnet", "resnet", "swin", "Swin", "T5", "Wav2Vec2")
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=str(case), marks=pytest.mark.slow if any(name in case.name for name in SLOW) else ())
+        pytest.param(
+            case,
+            id=str(case),
+            marks=pytest.mark.slow if any(name in case.name for name in SLOW) else (),
+        )
         for case in CASES
     ],
 )

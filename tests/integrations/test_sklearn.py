@@ -1,4 +1,6 @@
-"""PrivateClassifier and PrivateRegressor: scikit-learn's own checks, the same run by hand, and what copies keep."""
+"""PrivateClassifier and PrivateRegressor: scikit-learn's own checks, the same run by hand, and what
+copies keep.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def weights(model: Any) -> torch.Tensor:
     return nn.utils.parameters_to_vector(model.module_.parameters()).detach()
 
 
-# ---------------------------------------------------------------------- scikit-learn's checks: none fails
+# ---------------------------------------------------------------- scikit-learn's checks: none fails
 
 
 @SEEDED
@@ -52,10 +54,18 @@ def test_checks_of_scikit_learn(estimator: Any, check: Any) -> None:
 @BOTH
 def test_a_fit_is_the_plain_loop(kind: Any) -> None:
     X, y = data()
-    options: dict[str, Any] = {"epochs": 3, "batch_size": 30, "lr": 0.7, "max_grad_norm": 0.5, "noise_multiplier": 1.3}
+    options: dict[str, Any] = {
+        "epochs": 3,
+        "batch_size": 30,
+        "lr": 0.7,
+        "max_grad_norm": 0.5,
+        "noise_multiplier": 1.3,
+    }
     names = [f"patient {i}" for i in range(90)]
     table = pandas.DataFrame(X, columns=["age", "dose", "weight"], index=names)
-    model = kind(random_state=5, hidden_layer_sizes=(4,), questions={"in?": Absent()}, **options).fit(table, y)
+    model = kind(
+        random_state=5, hidden_layer_sizes=(4,), questions={"in?": Absent()}, **options
+    ).fit(table, y)
 
     seed = int(check_random_state(5).randint(2**31))
     outputs = 2 if kind is PrivateClassifier else 1
@@ -79,8 +89,12 @@ def test_a_fit_is_the_plain_loop(kind: Any) -> None:
                 loss(private(inputs), wanted).backward()
                 optimizer.step()
 
-    torch.testing.assert_close(weights(model), nn.utils.parameters_to_vector(module.parameters()).detach())
-    pandas.testing.assert_frame_equal(pandas.DataFrame(model.leakage_), pandas.DataFrame(engine.leakage(delta=1e-5)))
+    torch.testing.assert_close(
+        weights(model), nn.utils.parameters_to_vector(module.parameters()).detach()
+    )
+    pandas.testing.assert_frame_equal(
+        pandas.DataFrame(model.leakage_), pandas.DataFrame(engine.leakage(delta=1e-5))
+    )
     with torch.no_grad():
         expected = module(torch.tensor(X))
     if kind is PrivateClassifier:
@@ -101,13 +115,16 @@ def test_epsilon_is_that_of_the_steps_that_were_taken(kind: Any) -> None:
     assert 1.97 < aimed.epsilon_ <= 2.0
 
 
-# ---------------------------------------------------------------------- who is random, and who can know
+# ------------------------------------------------------------------ who is random, and who can know
 
 
 @pytest.mark.usefixtures("noise_of_users")
 @BOTH
 def test_noise_is_new_in_each_fit_unless_it_is_seeded(kind: Any) -> None:
-    """Without a seed even torch's own does not repeat it; with one everything is repeated, and torch's state stays."""
+    """Without a seed even torch's own does not repeat it.
+
+    With one everything is repeated, and torch's state stays.
+    """
     X, y = data()
     found = []
     for seed in (None, None, 3, 3, np.random.RandomState(3)):
@@ -116,7 +133,9 @@ def test_noise_is_new_in_each_fit_unless_it_is_seeded(kind: Any) -> None:
             warnings.simplefilter("error" if seed is None else "ignore")
             found.append(weights(kind(epochs=1, noise_multiplier=1.0, random_state=seed).fit(X, y)))
         if seed is not None:
-            assert torch.equal(torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(0)))
+            assert torch.equal(
+                torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(0))
+            )
     assert not torch.equal(found[0], found[1])
     assert torch.equal(found[2], found[3])
     assert torch.equal(found[2], found[4])

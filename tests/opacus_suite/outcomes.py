@@ -27,11 +27,16 @@ class Reason(NamedTuple):
     tests: str = ""
 
 
-REASONS = [Reason(**each) for each in tomllib.loads(EXPECTED.with_name("reasons.toml").read_text())["reason"]]
+REASONS = [
+    Reason(**each)
+    for each in tomllib.loads(EXPECTED.with_name("reasons.toml").read_text())["reason"]
+]
 
 
 def outcome_of(test: str, record: Mapping[str, Any]) -> str:
-    """ "passed", "skipped", the name of the documented reason for which it ends otherwise, or "unexplained"."""
+    """ "passed", "skipped", the name of the documented reason for which it ends otherwise, or
+    "unexplained".
+    """
     if record["outcome"] != "failed":
         return str(record["outcome"])
     for reason in REASONS:
@@ -52,25 +57,42 @@ def load_expected() -> dict[str, dict[str, Any]]:
 
 def save_expected(tests: Records, versions: Mapping[str, str]) -> None:
     """Write the list, one line a test."""
-    lines = ",\n".join(f"  {json.dumps(test)}: {json.dumps(entry)}" for test, entry in sorted(tests.items()))
-    EXPECTED.write_text(f'{{\n "versions": {json.dumps(versions)},\n "tests": {{\n{lines}\n }}\n}}\n')
+    lines = ",\n".join(
+        f"  {json.dumps(test)}: {json.dumps(entry)}" for test, entry in sorted(tests.items())
+    )
+    EXPECTED.write_text(
+        f'{{\n "versions": {json.dumps(versions)},\n "tests": {{\n{lines}\n }}\n}}\n'
+    )
 
 
 def summary(outcomes: Mapping[str, str]) -> str:
-    """The table of the docs, in Markdown: how many tests end in which way, which they are, and why."""
+    """The table of the docs, in Markdown: how many tests end in which way, which they are, and
+    why.
+    """
     functions: dict[str, set[str]] = {}
     for test, outcome in outcomes.items():
         functions.setdefault(outcome, set()).add(f"`{test.split('::')[-1].removeprefix('test_')}`")
     counts = Counter(outcomes.values())
-    rows = ["| tests | outcome | why | test functions |", "|---:|---|---|---|", f"| {counts[PASSED]} | pass | | |"]
-    for name, title, why in [*(reason[:3] for reason in REASONS), (UNEXPLAINED, "not explained", "")]:
+    rows = [
+        "| tests | outcome | why | test functions |",
+        "|---:|---|---|---|",
+        f"| {counts[PASSED]} | pass | | |",
+    ]
+    for name, title, why in [
+        *(reason[:3] for reason in REASONS),
+        (UNEXPLAINED, "not explained", ""),
+    ]:
         if counts[name]:
-            rows.append(f"| {counts[name]} | {title} | {why} | {', '.join(sorted(functions[name]))} |")
+            rows.append(
+                f"| {counts[name]} | {title} | {why} | {', '.join(sorted(functions[name]))} |"
+            )
     return "\n".join([*rows, f"| **{len(outcomes)}** | call an engine | | |"])
 
 
 def quick_part(expected: Records) -> list[str]:
-    """The tests that take less than 0.25 s, and each function and class once for every way in which it ends."""
+    """The tests that take less than 0.25 s, and each function and class once for every way in which
+    it ends.
+    """
     seen: set[tuple[str, str]] = set()
     part = []
     for test, entry in sorted(expected.items(), key=lambda item: item[1]["seconds"]):

@@ -1,4 +1,6 @@
-"""A pytest plugin: replace Opacus's engine before its tests are imported, and record how each test ends."""
+"""A pytest plugin: replace Opacus's engine before its tests are imported, and record how each test
+ends.
+"""
 
 from __future__ import annotations
 
@@ -52,14 +54,17 @@ def pytest_configure() -> None:
     import_torchvision()
     stock = os.environ[ENGINE_VARIABLE] == "stock"
     engine = opacus.PrivacyEngine if stock else torchfil.FILPrivacyEngine
-    opacus.PrivacyEngine = opacus.privacy_engine.PrivacyEngine = _replacement(engine, seeded=not stock)
+    opacus.PrivacyEngine = opacus.privacy_engine.PrivacyEngine = _replacement(
+        engine, seeded=not stock
+    )
     hypothesis.settings.register_profile(
         "opacus-suite",
         max_examples=16,
         derandomize=True,
         deadline=None,
         database=None,
-        phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],  # a refusal needs no smaller example
+        # a refusal needs no smaller example
+        phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
         report_multiple_bugs=False,
         suppress_health_check=list(hypothesis.HealthCheck),
     )

@@ -1,10 +1,22 @@
-from tests.opacus_suite.outcomes import PASSED, REASONS, UNEXPLAINED, is_lost, load_expected, outcome_of
+from tests.opacus_suite.outcomes import (
+    PASSED,
+    REASONS,
+    UNEXPLAINED,
+    is_lost,
+    load_expected,
+    outcome_of,
+)
 
 
 def test_what_is_not_as_listed():
-    refused = {"outcome": "failed", "error": "ValueError: clipping='adaptive' cannot be accounted for"}
+    refused = {
+        "outcome": "failed",
+        "error": "ValueError: clipping='adaptive' cannot be accounted for",
+    }
     assert outcome_of("a_test.py::ATest::test_basic", refused) == "adaptive-clipping"
-    unknown = outcome_of("a_test.py::ATest::test_basic", {"outcome": "failed", "error": "AssertionError: 1 != 8"})
+    unknown = outcome_of(
+        "a_test.py::ATest::test_basic", {"outcome": "failed", "error": "AssertionError: 1 != 8"}
+    )
     assert unknown == UNEXPLAINED
     assert is_lost(unknown, "zero-noise")
     assert is_lost("adaptive-clipping", PASSED)

@@ -16,11 +16,13 @@ _library: torch.library.Library | None = None  # kept alive: operators go when t
 
 
 def import_torchvision() -> None:
-    """Import torchvision; where its compiled library needs CUDA, declare the operators that it would have brought.
+    """Import torchvision.
 
-    The package index has torchvision for Linux x86_64 compiled against CUDA only. Beside a CPU torch that library does
-    not load and the import ends in "operator torchvision::nms does not exist"; declared operators let it go on. Models,
-    transforms and data sets need none of them.
+    Where its compiled library needs CUDA, declare the operators that it would have brought.
+
+    The package index has torchvision for Linux x86_64 compiled against CUDA only. Beside a CPU
+    torch that library does not load and the import ends in "operator torchvision::nms does not
+    exist"; declared operators let it go on. Models, transforms and data sets need none of them.
     """
     try:
         importlib.import_module("torchvision")

@@ -21,26 +21,43 @@ def words() -> Tensor:
 class Named(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.places, self.segments = nn.Embedding(9, 2), nn.Embedding(9, 2), nn.Embedding(2, 2)
+        self.words, self.places, self.segments = (
+            nn.Embedding(9, 2),
+            nn.Embedding(9, 2),
+            nn.Embedding(2, 2),
+        )
 
-    def forward(self, input_ids: Any, attention_mask: Any, token_type_ids: Any, position_ids: Any) -> Tensor:
-        read: Tensor = self.words(input_ids) + self.segments(token_type_ids) + self.places(position_ids)
+    def forward(
+        self, input_ids: Any, attention_mask: Any, token_type_ids: Any, position_ids: Any
+    ) -> Tensor:
+        read: Tensor = (
+            self.words(input_ids) + self.segments(token_type_ids) + self.places(position_ids)
+        )
         return (read * attention_mask[..., None]).sum(dim=1)
 
 
 def inputs() -> dict[str, Tensor]:
     zeros, places = torch.zeros(2, 4, dtype=torch.long), torch.arange(4).expand(2, 4)
     mask = (words() != 0).float()
-    return {"input_ids": words(), "attention_mask": mask, "token_type_ids": zeros, "position_ids": places}
+    return {
+        "input_ids": words(),
+        "attention_mask": mask,
+        "token_type_ids": zeros,
+        "position_ids": places,
+    }
 
 
 @pytest.mark.parametrize("by_name", [True, False])
 def test_of_several_embeddings_that_of_the_text_is_private(by_name: bool) -> None:
     args, kwargs = ((), inputs()) if by_name else (tuple(inputs().values()), {})
     assert embeddings_to_protect(Named(), args, kwargs) == ("words",)
-    examples = Examples.build(kwargs if by_name else args, None, Private(submodule="words"), model=Named())
+    examples = Examples.build(
+        kwargs if by_name else args, None, Private(submodule="words"), model=Named()
+    )
     assert examples.own_coordinates.tolist() == [6, 2]
-    assert str(examples.layout).startswith("the output of 'words', 4×2, without positions masked by")
+    assert str(examples.layout).startswith(
+        "the output of 'words', 4×2, without positions masked by"
+    )
     empty = {name: value[:0] for name, value in inputs().items()}
     assert embeddings_to_protect(Named(), (), empty) == ("words",)
     assert Examples.build(empty, None, Private(submodule="words"), model=Named()).z.shape == (0, 8)
@@ -49,12 +66,19 @@ def test_of_several_embeddings_that_of_the_text_is_private(by_name: bool) -> Non
 def test_masks_are_not_private_and_say_what_is_padding() -> None:
     x, mask, added = torch.randn(2, 4, 3), inputs()["attention_mask"], torch.zeros(2, 4)
     added = added.masked_fill(words() == 0, -torch.inf)
-    for given in ({"attention_mask": mask}, {"attention_mask": added}, {"src_key_padding_mask": words() == 0}):
+    for given in (
+        {"attention_mask": mask},
+        {"attention_mask": added},
+        {"src_key_padding_mask": words() == 0},
+    ):
         examples = Examples.build({"x": x, **given}, None)
         assert torch.equal(examples.z, x.flatten(1))
         assert examples.own_coordinates.tolist() == [9, 3]
-    assert Examples.build({"attention_mask": mask}, None, Private(inputs="attention_mask")).z.shape == (2, 4)
-    text = {"input_ids": words(), "attention_mask": words() != 0}  # which says nothing of other inputs
+    assert Examples.build(
+        {"attention_mask": mask}, None, Private(inputs="attention_mask")
+    ).z.shape == (2, 4)
+    # which says nothing of other inputs
+    text = {"input_ids": words(), "attention_mask": words() != 0}
     for pixels, count in ((torch.randn(2, 4, 3, 3), 36), (torch.randn(2, 4), 4)):
         assert Examples.build({**text, "pixel_values": pixels}, None).own_coordinates == count
     for given, noun in (
@@ -67,7 +91,11 @@ def test_masks_are_not_private_and_say_what_is_padding() -> None:
 
 
 EMBEDDINGS: dict[str, tuple[Any, dict[str, int], tuple[str, ...]]] = {
-    "columns": (lambda m, x: m.town(x[:, 0]) + m.job(x[:, 1]), {"town": 9, "job": 9}, ("town", "job")),
+    "columns": (
+        lambda m, x: m.town(x[:, 0]) + m.job(x[:, 1]),
+        {"town": 9, "job": 9},
+        ("town", "job"),
+    ),
     "positions": (
         lambda m, x: m.encoder(x) + m.decoder(x + 1) + m.place(torch.arange(x.shape[1])),
         {"encoder": 9, "decoder": 9, "place": 9},
@@ -93,10 +121,15 @@ def test_embeddings_that_are_private_by_themselves(case: str) -> None:
 
 def test_floats_inside_dicts_and_lists_are_private() -> None:
     def forward(model: Any, visit: dict[str, Any], days: list[Tensor]) -> Tensor:
-        return model.head(visit["dose"] ** 2 + visit["more"]["age"][:, :1] * days[0].sum(dim=1, keepdim=True))
+        return model.head(
+            visit["dose"] ** 2 + visit["more"]["age"][:, :1] * days[0].sum(dim=1, keepdim=True)
+        )
 
     given = {
-        "visit": {"dose": torch.randn(3, 1), "more": {"age": torch.randn(3, 2), "kind": torch.ones(3).long()}},
+        "visit": {
+            "dose": torch.randn(3, 1),
+            "more": {"age": torch.randn(3, 2), "kind": torch.ones(3).long()},
+        },
         "days": [torch.randn(3, 4)],
     }
     examples = Examples.build(given, None)
@@ -104,9 +137,15 @@ def test_floats_inside_dicts_and_lists_are_private() -> None:
     _, kwargs, _, _ = examples.restore(examples.z * 2, examples.public)
     assert torch.equal(kwargs["visit"]["more"]["age"], 2 * given["visit"]["more"]["age"])
     assert torch.equal(kwargs["days"][0], 2 * given["days"][0])
-    model, settings = Model(forward, head=nn.Linear(1, 2)), {"max_grad_norm": 1.0, "noise_multiplier": 1.0}
+    model, settings = (
+        Model(forward, head=nn.Linear(1, 2)),
+        {"max_grad_norm": 1.0, "noise_multiplier": 1.0},
+    )
     arguments = (model, nn.CrossEntropyLoss(), given, torch.tensor([0, 1, 1]))
-    whole, part = (fisher.exact_fim(*arguments, private=p, **settings) for p in (None, Private(inputs="visit.dose")))
+    whole, part = (
+        fisher.exact_fim(*arguments, private=p, **settings)
+        for p in (None, Private(inputs="visit.dose"))
+    )
     torch.testing.assert_close(part, whole[:, :1, :1])
 
 
@@ -122,7 +161,9 @@ LENGTHS: list[tuple[Any, dict[str, Tensor]]] = [
 @pytest.mark.parametrize(("said", "more"), LENGTHS)
 def test_lengths_as_a_mask_as_numbers_and_as_a_function(said: Any, more: dict[str, Tensor]) -> None:
     x = torch.randn(2, 4, 3)
-    assert Examples.build({"x": x, **more}, None, Private(lengths=said, inputs="x")).own_coordinates.tolist() == [9, 3]
+    assert Examples.build(
+        {"x": x, **more}, None, Private(lengths=said, inputs="x")
+    ).own_coordinates.tolist() == [9, 3]
     columns = Private(inputs="x", lengths=said, coordinates=[0, 2], max_length=6)
     chosen = Examples.build({"x": x, **more}, None, columns)
     assert chosen.own_coordinates.tolist() == [6, 2]

@@ -1,4 +1,6 @@
-"""Several private embeddings, and tables that are called several times: against offsets as inputs, in float64."""
+"""Several private embeddings, and tables that are called several times: against offsets as inputs,
+in float64.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +25,30 @@ from torchfil.private import Examples
 SETTINGS: dict[str, Any] = {"max_grad_norm": 0.8, "noise_multiplier": 0.9}
 
 
-def net(run: Callable[..., Tensor], width: int, padding: int | None = None, **tables: tuple[int, int]) -> nn.Module:
-    """Embeddings of these sizes and a head; called with offsets of the embeddings a, b, … where they are given."""
+def net(
+    run: Callable[..., Tensor], width: int, padding: int | None = None, **tables: tuple[int, int]
+) -> nn.Module:
+    """Embeddings of these sizes and a head.
+
+    Called with offsets of the embeddings a, b, … where they are given.
+    """
     torch.manual_seed(0)
     made = {name: nn.Embedding(*size, padding_idx=padding) for name, size in tables.items()}
     return Model(run, **made, head=nn.Linear(width, 3)).double()
 
 
 def check(model: nn.Module, inputs: dict[str, Tensor], private: Private, **own: Tensor) -> Examples:
-    """The diagonal of every example's FIM is that of offsets which are inputs, where ``own`` is true; else nothing.
+    """The diagonal of every example's FIM is that of offsets which are inputs, where ``own`` is
+    true; else nothing.
 
     The recorded pass must agree with the mapped one.
     """
     y, loss = torch.randint(3, (len(next(iter(inputs.values()))),)), nn.CrossEntropyLoss()
     offsets = {name: torch.zeros(mask.shape, dtype=torch.float64) for name, mask in own.items()}
     arguments = (model, loss, {**inputs, **offsets}, y)
-    true = reference.exact_fim(*arguments, private=Private(inputs=tuple(offsets)), **SETTINGS).diagonal(dim1=1, dim2=2)
+    true = reference.exact_fim(
+        *arguments, private=Private(inputs=tuple(offsets)), **SETTINGS
+    ).diagonal(dim1=1, dim2=2)
     fim = fisher.exact_fim(model, loss, inputs, y, private=private, **SETTINGS)
     examples = Examples.build(inputs, y, private, model=model)
     maps = examples.maps(fim.diagonal(dim1=1, dim2=2)).values()
@@ -64,7 +74,12 @@ def test_two_categorical_columns_are_private_together() -> None:
 
     columns = torch.stack([torch.randint(5, (4,)), torch.randint(4, (4,))], dim=1)
     own = {"a": torch.ones(4, 2, dtype=torch.bool), "b": torch.ones(4, 3, dtype=torch.bool)}
-    check(net(run, 5, town=(5, 2), job=(4, 3)), {"x": columns}, Private(submodule=["town", "job"]), **own)
+    check(
+        net(run, 5, town=(5, 2), job=(4, 3)),
+        {"x": columns},
+        Private(submodule=["town", "job"]),
+        **own,
+    )
 
 
 def test_a_table_is_private_at_each_of_its_calls_and_padding_is_not() -> None:
@@ -74,7 +89,9 @@ def test_a_table_is_private_at_each_of_its_calls_and_padding_is_not() -> None:
     left, right = torch.randint(1, 7, (3, 4)), torch.randint(1, 7, (3, 2))
     left[1, 2:] = 0
     right[2, 1:] = 0
-    own = {name: (text != 0)[..., None].expand(-1, -1, 2) for name, text in (("a", left), ("b", right))}
+    own = {
+        name: (text != 0)[..., None].expand(-1, -1, 2) for name, text in (("a", left), ("b", right))
+    }
     inputs = {"left": left, "right": right}
     examples = check(net(run, 2, 0, words=(7, 2)), inputs, Private(submodule="words"), **own)
     assert examples.own_coordinates.tolist() == [12, 8, 10]
@@ -89,7 +106,10 @@ def test_padding_that_the_model_adds_is_not_private(given: str) -> None:
 
     tokens = torch.randint(1, 7, (3, 6))
     tokens[1, 4:] = 0
-    inputs = {"input_ids": tokens, **({} if given == "tokens" else {"attention_mask": (tokens != 0).long()})}
+    inputs = {
+        "input_ids": tokens,
+        **({} if given == "tokens" else {"attention_mask": (tokens != 0).long()}),
+    }
     private = Private(submodule="words", lengths="attention_mask" if given == "lengths" else None)
     own = nn.functional.pad(tokens != 0, (0, 2))[..., None].expand(-1, -1, 2)
     examples = check(net(run, 2, 0, words=(7, 2)), inputs, private, a=own)
@@ -116,7 +136,9 @@ def test_a_table_that_is_called_as_often_as_the_values_say_is_refused() -> None:
     model = net(repeated, 2, words=(7, 2)).to(DEVICE)
     model.times = 1
     tokens, y = torch.randint(7, (3, 4), device=DEVICE), torch.randint(3, (3,), device=DEVICE)
-    gradients = ExampleGradients.build(model, nn.CrossEntropyLoss(), tokens, y, Private(submodule="words"))
+    gradients = ExampleGradients.build(
+        model, nn.CrossEntropyLoss(), tokens, y, Private(submodule="words")
+    )
     model.times = 2
     with pytest.raises(ValueError, match="2 times"):
         gradients.gradients()

@@ -1,7 +1,8 @@
 """Accessibility faults of an opened page, as axe-core finds them.
 
-axe-core comes with the package selenium-axe-python (MPL 2.0; a test dependency, no part of torchfil). Its rules on
-names, roles, contrast, headings, tables and the keyboard follow WCAG 2.2 A and AA, and good practice.
+axe-core comes with the package selenium-axe-python (MPL 2.0; a test dependency, no part of
+torchfil). Its rules on names, roles, contrast, headings, tables and the keyboard follow WCAG 2.2 A
+and AA, and good practice.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def axe_source() -> str:
 def violations(browser: Any) -> list[str]:
     """One line for each fault: the rule, how bad it is, where, and what helps.
 
-    The driver runs the script itself, so that the page's content security policy, which forbids all others, stays.
+    The driver runs the script itself, so that the page's content security policy, which forbids all
+    others, stays.
     """
     browser.execute_script(axe_source())
     browser.set_script_timeout(60)

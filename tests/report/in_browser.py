@@ -1,4 +1,7 @@
-"""A page in Chromium: opened, clicked, searched and read. The browser itself is the fixture ``browser``."""
+"""A page in Chromium: opened, clicked, searched and read.
+
+The browser itself is the fixture ``browser``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from selenium.webdriver.chrome.service import Service  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 DRIVER = shutil.which("chromedriver")
 ARGUMENTS = (
     "headless=new no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
@@ -37,16 +42,21 @@ def started(profile: Path) -> Any:
 
 def opened(browser: Any, page: Path) -> Any:
     browser.get("about:blank")
-    browser.get_log("browser")  # what pages of other tests said, such as that their server has ended
+    # what pages of other tests said, such as that their server has ended
+    browser.get_log("browser")
     browser.get(page.as_uri())
     WebDriverWait(browser, 30).until(
-        lambda d: d.execute_script("const g = document.getElementById('grid'); return !g || g.dataset.ready === 'true'")
+        lambda d: d.execute_script(
+            "const g = document.getElementById('grid'); return !g || g.dataset.ready === 'true'"
+        )
     )
     return browser
 
 
 def complaints(browser: Any) -> list[Any]:
-    return [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+    return [
+        entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")
+    ]
 
 
 def shown(browser: Any, column: int) -> list[str]:
@@ -69,20 +79,28 @@ def search(browser: Any, text: str, expected: str) -> None:
 
 
 def text_of(browser: Any, selector: str) -> str:
-    """The text on screen, found and read by one script: the live page replaces its elements at any time."""
-    text: str = browser.execute_script("return document.querySelector(arguments[0]).innerText", selector)
+    """The text on screen, found and read by one script: the live page replaces its elements at any
+    time.
+    """
+    text: str = browser.execute_script(
+        "return document.querySelector(arguments[0]).innerText", selector
+    )
     return " ".join(text.split())
 
 
 @contextlib.contextmanager
-def screen(browser: Any, width: int, height: int = 900, *, dark: bool = False, printed: bool = False) -> Iterator[None]:
+def screen(
+    browser: Any, width: int, height: int = 900, *, dark: bool = False, printed: bool = False
+) -> Iterator[None]:
     """A screen of this size in pixels, or paper of this width; as it was before afterwards."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     theme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
     theme += [{"name": "prefers-reduced-motion", "value": "reduce"}]  # scrolls at once
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print" if printed else "", "features": theme})
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"media": "print" if printed else "", "features": theme}
+    )
     try:
         yield
     finally:

@@ -1,4 +1,6 @@
-"""What a written page holds: its elements, what a reader sees of a part, the data of its table, its files."""
+"""What a written page holds: its elements, what a reader sees of a part, the data of its table, its
+files.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ def elements(page: Path) -> list[tuple[str, dict[str, str | None]]]:
 
 def source(page: Path, slug: str) -> str:
     """The HTML of the section or card with this id; "" where the page has none."""
-    found = re.search(rf'<(section|article|header)\b[^>]*id="{slug}">(.*?)</\1>', page.read_text(), flags=re.DOTALL)
+    found = re.search(
+        rf'<(section|article|header)\b[^>]*id="{slug}">(.*?)</\1>',
+        page.read_text(),
+        flags=re.DOTALL,
+    )
     return "" if found is None else found[2]
 
 

@@ -21,9 +21,14 @@ WHOLE = replace(POLICY, min_attribute_error_share=0.5, max_gain_over_guessing=0.
 
 
 def bare(title: str, bound: np.ndarray | float, **changes: Any) -> SavedRun:
-    """Inputs between 0 and 1, so that a blind guess has a squared error of 0.25; nothing asked, tracked or attacked."""
+    """Inputs between 0 and 1, so that a blind guess has a squared error of 0.25.
+
+    Nothing asked, tracked or attacked.
+    """
     bounds = np.broadcast_to(np.asarray(bound, dtype=np.float64), N).copy()
-    run = made_up(N, text_ids=True, attacks=[], questions=[], groups={}, attributes=None, texts=None)
+    run = made_up(
+        N, text_ids=True, attacks=[], questions=[], groups={}, attributes=None, texts=None
+    )
     columns = {
         "fil": bounds**-0.5,
         "mse_bound": bounds,
@@ -33,7 +38,9 @@ def bare(title: str, bound: np.ndarray | float, **changes: Any) -> SavedRun:
     }
     about = run.about | {"title": title, "dataset": {"num_examples": N, "input_range": [0.0, 1.0]}}
     about = {key: value for key, value in about.items() if key not in ("noise_choice", "equalised")}
-    return dataclasses.replace(run, **{"about": about, "columns": columns, "rounds": {}, "history": {}, **changes})
+    return dataclasses.replace(
+        run, **{"about": about, "columns": columns, "rounds": {}, "history": {}, **changes}
+    )
 
 
 def some(value: float, few: float, places: list[int]) -> np.ndarray:
@@ -54,14 +61,22 @@ def question(name: str, divergence: np.ndarray) -> QuestionRecord:
 
 
 def of_kind(kind: str, *, safe: bool) -> SavedRun:
-    """An image, table, text or linear run; if not safe, three examples are known to half of a blind guess's error."""
+    """An image, table, text or linear run.
+
+    If not safe, three examples are known to half of a blind guess's error.
+    """
     bound = 2.0 if safe else some(2.0, 0.01, [3, 4, 5])
     if kind == "image":
         return bare("X-rays", bound)
     if kind == "table":
         asked = [question("genotype", some(0.001, 0.001 if safe else 0.5, [3, 4]))]
-        groups = {"sex": np.where(np.arange(N) % 2, "f", "m"), "site": np.where(np.arange(N) < 80, "A", "B")}
-        return bare("Doses", bound, attributes=attributes(np.full(N, 2.0)), questions=asked, groups=groups)
+        groups = {
+            "sex": np.where(np.arange(N) % 2, "f", "m"),
+            "site": np.where(np.arange(N) < 80, "A", "B"),
+        }
+        return bare(
+            "Doses", bound, attributes=attributes(np.full(N, 2.0)), questions=asked, groups=groups
+        )
     if kind == "text":
         words = [["patient", "has", "gout"], ["patient", "has", "a", "cold"]]
         eta = np.asarray([[0.1, 0.1, 0.6, np.nan], [0.1, 0.1, 0.2, 0.3]], "f4")
@@ -70,7 +85,9 @@ def of_kind(kind: str, *, safe: bool) -> SavedRun:
 
 
 def linear(sigma: float) -> SavedRun:
-    """A least-squares fit to people of whom three have a far larger dose than all others, released with noise."""
+    """A least-squares fit to people of whom three have a far larger dose than all others, released
+    with noise.
+    """
     rng = np.random.default_rng(3)
     people = rng.normal(size=(N, 3))
     doses = people @ [1.0, -1.0, 0.5] + rng.normal(size=N)
@@ -78,4 +95,6 @@ def linear(sigma: float) -> SavedRun:
     fitted = LinearRegression(l2=0.01, fit_intercept=True).fit(people, doses)
     named = {"age": [0], "weight": [1], "height": [2]}
     ids = [f"Zoë {i}" for i in range(N)]
-    return linear_run(fitted, people, doses, sigma, attributes=named, ids=ids, title="A linear model")
+    return linear_run(
+        fitted, people, doses, sigma, attributes=named, ids=ids, title="A linear model"
+    )

@@ -24,7 +24,8 @@ def same(a: Any, b: Any) -> bool:
         return type(a) is type(b) and same(vars(a), vars(b))
     if isinstance(a, np.ndarray | StoredArray):
         a, b = np.asarray(a), np.asarray(b)
-        a, b = (as_texts(each) if each.dtype.kind == "U" else each for each in (a, b))  # texts from files are Python's
+        # texts from files are Python's
+        a, b = (as_texts(each) if each.dtype.kind == "U" else each for each in (a, b))
         alike = a.dtype == b.dtype
         return alike and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
     if isinstance(a, Mapping):
@@ -44,11 +45,17 @@ def edited(path: Path, facts: Mapping[str, Any] | bytes | None = None, /, **colu
     table = parquet.read_table(path)
     for name, values in columns.items():
         table = table.set_column(table.schema.get_field_index(name), name, pa.array(values))
-    document = facts if isinstance(facts, bytes) else json.dumps({**facts_of(path), **(facts or {})}).encode()
+    document = (
+        facts
+        if isinstance(facts, bytes)
+        else json.dumps({**facts_of(path), **(facts or {})}).encode()
+    )
     return with_footer(path, table, {KEY: document})
 
 
-def with_footer(path: Path, table: pa.Table, metadata: Mapping[bytes, bytes], **options: Any) -> Path:
+def with_footer(
+    path: Path, table: pa.Table, metadata: Mapping[bytes, bytes], **options: Any
+) -> Path:
     """A Parquet file with these metadata, and a checksum that fits."""
     with parquet.ParquetWriter(path, table.schema, **{"store_schema": False, **options}) as writer:
         writer.write_table(table)

@@ -1,4 +1,7 @@
-"""Model cards: public numbers alone, in Markdown, on the Hub and as CycloneDX; existing cards keep what they have."""
+"""Model cards: public numbers alone, in Markdown, on the Hub and as CycloneDX.
+
+Existing cards keep what they have.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,9 @@ def cases() -> dict[str, SavedRun]:
         "nine": made_up(9),
         "hostile": dataclasses.replace(hostile, about=about, questions=[question]),
         "silent": made_up(30, about={}, questions=[], groups={}, attacks=[], history={}, rounds={}),
-        "no noise": dataclasses.replace(free, about=free.about | {"epsilon": math.inf}, columns=columns),
+        "no noise": dataclasses.replace(
+            free, about=free.about | {"epsilon": math.inf}, columns=columns
+        ),
     }
 
 
@@ -56,7 +61,11 @@ CASES = cases()
 
 
 def texts_of(card: Card) -> list[str]:
-    return [merged("", card), json.dumps(card.metadata, ensure_ascii=False), json.dumps(card.bom, ensure_ascii=False)]
+    return [
+        merged("", card),
+        json.dumps(card.metadata, ensure_ascii=False),
+        json.dumps(card.bom, ensure_ascii=False),
+    ]
 
 
 def metrics_of(card: Card) -> list[dict[str, Any]]:
@@ -76,7 +85,9 @@ def performance_of(card: Card) -> list[dict[str, Any]]:
 
 def test_no_document_holds_anything_of_one_example() -> None:
     run = planted()
-    values = np.concatenate([v for name, v in run.columns.items() if v.dtype.kind == "f" or name == "num_rows"])
+    values = np.concatenate(
+        [v for name, v in run.columns.items() if v.dtype.kind == "f" or name == "num_rows"]
+    )
     values = np.concatenate([values, run.attributes.error.ravel(), run.records.values[:, 0]])
     values = values[values != 1]
     wanted = bytes_of_examples(run)
@@ -91,7 +102,10 @@ def test_no_document_holds_anything_of_one_example() -> None:
 
 def test_the_same_card_whoever_the_examples_are() -> None:
     run, others = planted(), disclosure.TestOutliers()
-    about = run.about | {"probe_seed": 1, "dataset": run.about["dataset"] | {"data_sha256": "0" * 64}}
+    about = run.about | {
+        "probe_seed": 1,
+        "dataset": run.about["dataset"] | {"data_sha256": "0" * 64},
+    }
     assert card_of(run) == card_of(planted(ids=np.arange(len(run)), records=None, about=about))
     assert card_of(others.run(1e2)) == card_of(others.run(1e4)) == card_of(others.run(1e6))
     assert card_of(others.run(1e2)) != card_of(others.run(1.0)), "the comparison can fail"
@@ -120,7 +134,9 @@ def test_only_a_release_is_told(kind: str) -> None:
 
 def test_limits_stand_with_their_settings_and_none_is_empty() -> None:
     run = CASES["text"]
-    policy = Policy(max_epsilon=8.0, min_error_share=0.5, blind_error=0.001, levels={"max_epsilon": "warn"})
+    policy = Policy(
+        max_epsilon=8.0, min_error_share=0.5, blind_error=0.001, levels={"max_epsilon": "warn"}
+    )
     section = card_of(run, policy=policy).section
     assert "blind_error = 0.001" in section
     assert "max_epsilon" not in section
@@ -131,21 +147,27 @@ def test_limits_stand_with_their_settings_and_none_is_empty() -> None:
 
 
 def test_a_decision_tells_nothing_of_how_narrowly_a_rule_is_kept() -> None:
-    """Of two runs whose closest example differs, and which both keep the policy, the cards are the same."""
+    """Of two runs whose closest example differs, and which both keep the policy, the cards are the
+    same.
+    """
     policy, cards = Policy(min_error_share=0.5), []
     for worst in (0.55, 0.6, 0.9, 2.9):
         run = bare("Notes", some(2.5, (worst * 0.5) ** 2 / 0.9, [17]))
         cards.append(card_of(run, policy=policy))
     limits = [re.search(r"\*\*Decision.*?### ", card.section, re.DOTALL)[0] for card in cards]
     assert len(set(limits)) == 1
-    assert cards[0].bom["components"][0]["properties"] == cards[3].bom["components"][0]["properties"]
+    assert (
+        cards[0].bom["components"][0]["properties"] == cards[3].bom["components"][0]["properties"]
+    )
 
 
 # ---------------------------------------------------------------------- the numbers
 
 
 def test_every_number_is_one_of_the_public_page() -> None:
-    run = dataclasses.replace(owned(200), about=owned(200).about | {"dataset": {"input_range": [0, 1]}})
+    run = dataclasses.replace(
+        owned(200), about=owned(200).about | {"dataset": {"input_range": [0, 1]}}
+    )
     card, summary = card_of(run), summarise(run, redacted=True)
     assert by_type(card, "epsilon") == [2.5]
     assert by_type(card, "audited-epsilon") == [1.1]
@@ -154,19 +176,25 @@ def test_every_number_is_one_of_the_public_page() -> None:
     assert by_type(card, "exposure") == list(summary.classes.values())
     assert len(summary.classes) == 4
     assert by_type(card, "true-positive-rate") == [summary.questions[0].rate["0"]]
-    errors = [(each["value"], each["args"]["lower_end"]) for each in metrics_of(card) if each["type"] == "least-error"]
+    errors = [
+        (each["value"], each["args"]["lower_end"])
+        for each in metrics_of(card)
+        if each["type"] == "least-error"
+    ]
     wanted = [(row.mse_bound**0.5, row.mse_bound_low**0.5) for row in summary.exposure]
     assert len(errors) >= 3
     assert np.allclose(errors, wanted, rtol=0.05)  # two digits
 
     groups = [each for each in performance_of(card) if each["type"].startswith("typical FIL (")]
     (sex, site) = summary.groupings
-    assert [float(each["value"]) for each in groups] == [g.fil for each in (sex, site) for g in each.groups]
+    assert [float(each["value"]) for each in groups] == [
+        g.fil for each in (sex, site) for g in each.groups
+    ]
     ends = [tuple(map(float, each["confidenceInterval"].values())) for each in groups]
     assert ends == [(g.low, g.high) for each in (sex, site) for g in each.groups]
 
 
-# ---------------------------------------------------------------------- for the Hub, and as CycloneDX
+# -------------------------------------------------------------------- for the Hub, and as CycloneDX
 
 
 @pytest.mark.parametrize("name", ["owner", "hostile", "nine"])
@@ -196,7 +224,9 @@ def test_the_bill_of_materials_fits_its_schema(name: str) -> None:
     validator = JsonStrictValidator(SchemaVersion.V1_6)
     assert validator.validate_str(json.dumps(bom)) is None
     broken = json.loads(json.dumps(bom))
-    broken["components"][0]["modelCard"]["quantitativeAnalysis"]["performanceMetrics"][0]["value"] = 3
+    broken["components"][0]["modelCard"]["quantitativeAnalysis"]["performanceMetrics"][0][
+        "value"
+    ] = 3
     assert validator.validate_str(json.dumps(broken)) is not None, "the validator sees model cards"
 
 
@@ -207,7 +237,9 @@ def test_texts_of_strangers_do_not_act() -> None:
     assert merged(text, card) == text
     assert "\x1b" not in "".join(texts_of(card))
     assert not re.search(r"(?<!\\)<script", text.split("---\n")[-1])
-    rows = [re.sub(r"\\\\|\\\|", "", line) for line in card.section.splitlines() if line.startswith("|")]
+    rows = [
+        re.sub(r"\\\\|\\\|", "", line) for line in card.section.splitlines() if line.startswith("|")
+    ]
     assert {row.count("|") for row in rows} <= {4, 5}, "no cell ends early"
     assert card.bom["components"][0]["name"].startswith("a | b # <script>")
 
@@ -258,13 +290,20 @@ def test_an_existing_card_keeps_everything_else(line_end: str) -> None:
     assert front["license"] == "mit"
     (model,) = front["model-index"]
     assert model["name"] == "digits"
-    assert [each["task"]["type"] for each in model["results"]] == ["image-classification", "privacy-leakage"]
+    assert [each["task"]["type"] for each in model["results"]] == [
+        "image-classification",
+        "privacy-leakage",
+    ]
     assert ("\r" in after) == (line_end == "\r\n")
     assert after.count("\r\n") in (0, after.count("\n"))
 
-    # once more nothing changes; another run's card replaces this one, and the first comes back as it was
+    # once more nothing changes; another run's card replaces this one, and the first comes back as
+    # it was
     assert merged(after, card) == after
-    moved = after.replace(f"{line_end}# Digits", f"{line_end}Behind it.{line_end}# Digits") + f"A tail{line_end}"
+    moved = (
+        after.replace(f"{line_end}# Digits", f"{line_end}Behind it.{line_end}# Digits")
+        + f"A tail{line_end}"
+    )
     other = merged(moved, card_of(CASES["linear"]))
     assert outside(other).partition("# Digits")[2] == outside(moved).partition("# Digits")[2]
     assert len(front_of(other)["model-index"][0]["results"]) == 2
@@ -311,7 +350,9 @@ def test_the_command(tmp_path: Path) -> None:
 
     policy.write_text("max_epsilon = 8.0\nmin_error_share = 0.5\n")
     assert torchfil(run, "--into", readme, "--cyclonedx", bom, "--policy", policy)[0] == 0
-    card = card_of(CASES["text"], policy=Policy(name="clinic", max_epsilon=8.0, min_error_share=0.5))
+    card = card_of(
+        CASES["text"], policy=Policy(name="clinic", max_epsilon=8.0, min_error_share=0.5)
+    )
     assert readme.read_text() == merged(OTHERS, card)
     assert json.loads(bom.read_text()) == card.bom
     assert readme.stat().st_mode & 0o777 == 0o644, "a card of others keeps its permissions"

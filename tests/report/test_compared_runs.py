@@ -1,4 +1,6 @@
-"""Two runs compared: matched by id, moved or not, refused where they cannot be compared, nothing of one in public."""
+"""Two runs compared: matched by id, moved or not, refused where they cannot be compared, nothing of
+one in public.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def quieter(run: SavedRun, factor: float = 2.0) -> SavedRun:
     columns["fil"] = columns["fil"] / factor
     for name in ("mse_bound", "mse_bound_low"):
         columns[name] = columns[name] * factor**2
-    mechanism = {**run.about["mechanism"], "noise_multiplier": run.about["mechanism"]["noise_multiplier"] * factor}
+    mechanism = {
+        **run.about["mechanism"],
+        "noise_multiplier": run.about["mechanism"]["noise_multiplier"] * factor,
+    }
     return dataclasses.replace(run, columns=columns, about={**run.about, "mechanism": mechanism})
 
 
@@ -53,7 +58,9 @@ def test_examples_are_matched_by_id_in_any_order() -> None:
     assert (found.matched, found.before.alone, found.after.alone) == (30, 10, 0)
     assert found.ratio == pytest.approx({"mean": 4.0, "0": 4.0, "0.5": 4.0, "1": 4.0})
     assert found.expected == 4.0
-    for name, one, other in zip(found.moves.ids, found.moves.before, found.moves.after, strict=True):
+    for name, one, other in zip(
+        found.moves.ids, found.moves.before, found.moves.after, strict=True
+    ):
         assert one == run.columns["mse_bound"][run.ids.tolist().index(name)]
         assert other == pytest.approx(4 * one)
     by_group = {pair.name: pair for pair in found.groups["sex"]}
@@ -72,7 +79,12 @@ def test_who_moved_is_told_from_who_may_have_moved_by_chance() -> None:
     moved[3] += 1.5 * math.sqrt(2) * half[3]
     moved[4] -= 1.5 * math.sqrt(2) * half[4]
     moved[5] += 0.5 * half[5]
-    columns = {**run.columns, "fil": moved, "mse_bound": moved**-2, "mse_bound_low": (moved + half) ** -2}
+    columns = {
+        **run.columns,
+        "fil": moved,
+        "mse_bound": moved**-2,
+        "mse_bound_low": (moved + half) ** -2,
+    }
     found = compare_runs(run, dataclasses.replace(run, columns=columns))
     assert np.flatnonzero(found.moves.clearly).tolist() == [3, 4]
     assert found.moves.clearly[[3, 4, 5]].tolist() == [-1, 1, 0]
@@ -95,14 +107,17 @@ def test_chance_moves_one_in_twenty() -> None:
 
 
 def test_who_crosses_the_blind_guess_and_who_is_not_compared() -> None:
-    run = made_up(about={"dataset": {"input_range": [0.0, 2.0]}, "mechanism": {"noise_multiplier": 1.0}})
+    run = made_up(
+        about={"dataset": {"input_range": [0.0, 2.0]}, "mechanism": {"noise_multiplier": 1.0}}
+    )
     found = compare_runs(run, quieter(run, 1.5))
     low = run.columns["mse_bound_low"]
     assert found.before.exposed == int((low < 1).sum())
     assert found.after.exposed == int((2.25 * low < 1).sum())
     assert (found.newly_exposed, found.no_longer) == (0, int(((low < 1) & (2.25 * low >= 1)).sum()))
 
-    # more noise and fewer draws: whom the second run does not tell of is neither newly exposed nor protected
+    # more noise and fewer draws: whom the second run does not tell of is neither newly exposed nor
+    # protected
     after = quieter(run, 9.0)
     after.columns["mse_bound_low"][:12] = 0.0
     found = compare_runs(run, after)
@@ -118,7 +133,8 @@ def test_who_crosses_the_blind_guess_and_who_is_not_compared() -> None:
     assert (found.matched, found.before.alone, found.after.alone) == (37, 3, 3)
     other.columns["participations"][:3] = 1
     found = compare_runs(made_up(), other)
-    assert (list(found.groups), len(found.notes)) == (["site"], 1)  # labels that changed are not compared
+    # labels that changed are not compared
+    assert (list(found.groups), len(found.notes)) == (["site"], 1)
 
 
 def other_about(**changes: Any) -> SavedRun:
@@ -145,7 +161,9 @@ def asking(name: str, answers: list[str]) -> SavedRun:
         (lambda: made_up().take(np.arange(4)), "4 examples are in both runs", {"redacted": True}),
     ],
 )
-def test_runs_that_cannot_be_compared(other: Callable[[], SavedRun], why: str, options: dict[str, Any]) -> None:
+def test_runs_that_cannot_be_compared(
+    other: Callable[[], SavedRun], why: str, options: dict[str, Any]
+) -> None:
     """In public, neither can those that differ by a few."""
     with pytest.raises(ValueError, match=re.escape(why)):
         compare_runs(made_up(), other(), **options)
@@ -158,10 +176,17 @@ def test_no_example_is_public() -> None:
     page, data = render_comparison(found), json.dumps(dataclasses.asdict(found), default=str)
     assert found.moves is None
     assert not [name for name in run.ids if name in page + data]
-    for value in np.concatenate([run.columns["mse_bound"], run.columns["fil"], louder.columns["mse_bound"]]):
+    for value in np.concatenate(
+        [run.columns["mse_bound"], run.columns["fil"], louder.columns["mse_bound"]]
+    ):
         assert f"{value:.6g}" not in data
         assert len(f"{value:.4g}") < 5 or f"{value:.4g}" not in page.partition("<body>")[2]
-    groups = [value for pairs in found.groups.values() for pair in pairs for value in (pair.before, pair.after)]
+    groups = [
+        value
+        for pairs in found.groups.values()
+        for pair in pairs
+        for value in (pair.before, pair.after)
+    ]
     assert groups
     for value in (found.ratio["mean"], found.before.fil, *found.after.bound.values(), *groups):
         assert float(f"{value:.2g}") == value
@@ -192,7 +217,9 @@ def test_the_command(tmp_path: Path) -> None:
 
     public = call("compare", *runs, "-o", page, "--redacted")
     assert public.exit_code == 0, public.output
-    assert not re.search("Zoë|confidential", page.read_text().partition("<body>")[2] + public.stdout)
+    assert not re.search(
+        "Zoë|confidential", page.read_text().partition("<body>")[2] + public.stdout
+    )
 
     for options, why in (
         ((*runs, "-o", runs[0]), "would overwrite"),

@@ -1,4 +1,6 @@
-"""Several released models together: closed forms, the ledgers of engine runs, and what must not get lost."""
+"""Several released models together: closed forms, the ledgers of engine runs, and what must not get
+lost.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,16 @@ def test_two_releases_of_a_linear_model_add_as_in_closed_form(kind: Any) -> None
         assert both.columns[name] == pytest.approx(exact.columns[name], rel=1e-12)
     assert both.attributes is not None
     assert exact.attributes is not None
-    assert np.asarray(both.attributes.error) == pytest.approx(np.asarray(exact.attributes.error), rel=1e-6)
+    assert np.asarray(both.attributes.error) == pytest.approx(
+        np.asarray(exact.attributes.error), rel=1e-6
+    )
     assert both.baselines is not None
 
 
 def test_two_looks_at_a_normal_law_are_one_with_less_noise() -> None:
-    """Φ(sqrt(D/2)) of the sum is that of one release at 1/σ² = 1/σ₁² + 1/σ₂², to which no bound is needed."""
+    """Φ(sqrt(D/2)) of the sum is that of one release at 1/σ² = 1/σ₁² + 1/σ₂², to which no bound is
+    needed.
+    """
     model, ask = LinearRegression(l2=0.1).fit(X, Y), {"questions": {"member": AbsentRow()}}
     both = compose([linear_run(model, X, Y, sigma, **ask) for sigma in (0.5, 0.8)])
     one = linear_run(model, X, Y, (0.5**-2 + 0.8**-2) ** -0.5, **ask)
@@ -54,11 +60,16 @@ def test_two_looks_at_a_normal_law_are_one_with_less_noise() -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[SavedRun, Any]]:
-    """Two trainings on the same people, the second without the first three, with what their ledgers summed."""
+    """Two trainings on the same people, the second without the first three, with what their ledgers
+    summed.
+    """
     found = []
     for seed, left_out in ((1, 0), (2, 3)):
         torch.manual_seed(seed)
-        x, y = torch.tensor(X, dtype=torch.float32)[left_out:], torch.tensor(Y > 0).long()[left_out:]
+        x, y = (
+            torch.tensor(X, dtype=torch.float32)[left_out:],
+            torch.tensor(Y > 0).long()[left_out:],
+        )
         engine, model = FILPrivacyEngine(noise_seed=seed), nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ids = [f"p{i}" for i in range(left_out, 40)]
@@ -77,7 +88,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[SavedRun, An
             for batch in loader:
                 engine.train_step(*batch)
         path = engine.save_run(tmp_path_factory.mktemp("runs") / "run.parquet", delta=1e-3)
-        found.append((load(path), dict(zip(ids, engine.ledger.sums["trace"].tolist(), strict=True))))
+        found.append(
+            (load(path), dict(zip(ids, engine.ledger.sums["trace"].tolist(), strict=True)))
+        )
     return found
 
 
@@ -88,9 +101,12 @@ def test_ledgers_of_two_trainings_add(trained: list[tuple[SavedRun, Any]]) -> No
     summed = {key: 3 / sum(trace.get(key, 0.0) for trace in traces) for key in traces[0]}
     assert by_id == pytest.approx(summed, rel=1e-5)
     one, other = (
-        dict(zip(run.ids.tolist(), np.asarray(run.questions[0].divergence)[:, 0], strict=True)) for run in runs
+        dict(zip(run.ids.tolist(), np.asarray(run.questions[0].divergence)[:, 0], strict=True))
+        for run in runs
     )
-    together = dict(zip(both.ids.tolist(), np.asarray(both.questions[0].divergence)[:, 0], strict=True))
+    together = dict(
+        zip(both.ids.tolist(), np.asarray(both.questions[0].divergence)[:, 0], strict=True)
+    )
     assert together == pytest.approx({key: one[key] + other.get(key, 0.0) for key in one}, rel=1e-6)
 
     # conservative: the lower end is under each run's own, and under the sum of estimates
@@ -99,7 +115,9 @@ def test_ledgers_of_two_trainings_add(trained: list[tuple[SavedRun, Any]]) -> No
     assert (low <= both.columns["mse_bound"]).all()
 
 
-def test_epsilon_is_that_of_one_accountant_that_saw_both(trained: list[tuple[SavedRun, Any]]) -> None:
+def test_epsilon_is_that_of_one_accountant_that_saw_both(
+    trained: list[tuple[SavedRun, Any]],
+) -> None:
     runs = [run for run, _ in trained]
     both, accountant = compose(runs), RDPAccountant()
     for run in runs:
@@ -111,7 +129,11 @@ def test_epsilon_is_that_of_one_accountant_that_saw_both(trained: list[tuple[Sav
     assert both.about["released"] == {"runs": 2, "epsilon": "sum of Rényi divergences"}
 
     # files that do not tell the mechanism, or whose noise changed: ε and δ add
-    for change in ({"epsilon": 2 * runs[0].about["epsilon"]}, {"accountant": "prv"}, {"mechanism": {}}):
+    for change in (
+        {"epsilon": 2 * runs[0].about["epsilon"]},
+        {"accountant": "prv"},
+        {"mechanism": {}},
+    ):
         plain = compose([replace(runs[0], about=runs[0].about | change), runs[1]])
         spent = change.get("epsilon", runs[0].about["epsilon"]) + runs[1].about["epsilon"]
         assert (plain.about["epsilon"], plain.about["delta"]) == pytest.approx((spent, 2e-3))
@@ -139,9 +161,16 @@ def test_who_is_missing_in_a_run_keeps_its_bound_and_who_is_untold_in_one_is_unt
 
 
 def test_whom_a_run_never_drew_nobody_tells_of() -> None:
-    """It was in the data, and another time it leaks: an infinite bound of that run is no protection."""
+    """It was in the data, and another time it leaks: an infinite bound of that run is no
+    protection.
+    """
     first, second = of([1, 2], [1.0, 2.0]), of([1, 2], [3.0, 4.0])
-    for name, value in (("fil", 0.0), ("mse_bound", math.inf), ("mse_bound_low", math.inf), ("participations", 0)):
+    for name, value in (
+        ("fil", 0.0),
+        ("mse_bound", math.inf),
+        ("mse_bound_low", math.inf),
+        ("participations", 0),
+    ):
         second.columns[name][0] = value
     assert is_told(compose([first, second])).tolist() == [False, True]
 
@@ -150,14 +179,23 @@ def test_nothing_passes_because_a_run_did_not_tell_it() -> None:
     """What one release leaves out is unknown of all, and never taken for nothing."""
     first = made_up(20)
     unasked = replace(
-        first, questions=[QuestionRecord("other", ["a", "b"], True, np.zeros((20, 2)), np.zeros((20, 2)))]
+        first,
+        questions=[QuestionRecord("other", ["a", "b"], True, np.zeros((20, 2)), np.zeros((20, 2)))],
     )
     with pytest.raises(ValueError, match="questions"):
         compose([first, unasked])
     silent = compose([first, replace(first, questions=[], attributes=None)])
-    policy = Policy(max_gain_over_guessing=0.5, max_true_positive_rate={"sex": 1.0}, min_attribute_error_share=0.0)
+    policy = Policy(
+        max_gain_over_guessing=0.5,
+        max_true_positive_rate={"sex": 1.0},
+        min_attribute_error_share=0.0,
+    )
     verdicts = {verdict.rule: verdict for verdict in check(silent, policy)}
-    for rule in ("max_gain_over_guessing (sex)", "max_true_positive_rate.sex", "min_attribute_error_share"):
+    for rule in (
+        "max_gain_over_guessing (sex)",
+        "max_true_positive_rate.sex",
+        "min_attribute_error_share",
+    ):
         assert (verdicts[rule].state, verdicts[rule].found) == ("unknown", None)
     assert "every release" in verdicts["max_gain_over_guessing (sex)"].detail
 
@@ -167,19 +205,33 @@ def test_nothing_passes_because_a_run_did_not_tell_it() -> None:
 
 @pytest.mark.parametrize(
     ("audits", "kept"),
-    [((AUDIT, None), None), ((AUDIT, AUDIT), AUDIT), ((None, REFUTED), REFUTED), ((AUDIT, ABOVE), ABOVE)],
+    [
+        ((AUDIT, None), None),
+        ((AUDIT, AUDIT), AUDIT),
+        ((None, REFUTED), REFUTED),
+        ((AUDIT, ABOVE), ABOVE),
+    ],
 )
 def test_the_audit_that_speaks_most_against_its_claim_is_kept(audits: Any, kept: Any) -> None:
     run = made_up(20)
-    assert compose([replace(run, about=run.about | {"audit": each}) for each in audits]).about["audit"] == kept
+    assert (
+        compose([replace(run, about=run.about | {"audit": each}) for each in audits]).about["audit"]
+        == kept
+    )
 
 
 def test_seeds_weights_and_violated_bounds_of_any_release_count() -> None:
     run = made_up(20)
-    seeded = replace(run, about=run.about | {"mechanism": run.about["mechanism"] | {"noise": "seeded"}})
+    seeded = replace(
+        run, about=run.about | {"mechanism": run.about["mechanism"] | {"noise": "seeded"}}
+    )
     beaten = replace(run.attacks[0], violated=np.asarray([True, False, False]))
     both = compose([run, replace(seeded, attacks=[beaten], ids=run.ids[::-1].copy())])
-    broken = {verdict.key: verdict for verdict in check(both, Policy(max_share_spared=0.0)) if not verdict.passed}
+    broken = {
+        verdict.key: verdict
+        for verdict in check(both, Policy(max_share_spared=0.0))
+        if not verdict.passed
+    }
     assert broken.keys() >= {"allow_seeded_noise", "max_violated_bounds", "max_share_spared"}
     assert both.ids[broken["max_violated_bounds"].rows].tolist() == [19]
     assert broken["max_share_spared"].offending == 6  # three of each
@@ -188,11 +240,16 @@ def test_seeds_weights_and_violated_bounds_of_any_release_count() -> None:
 def test_linear_runs_that_count_in_other_units_do_not_add() -> None:
     """A column's standard deviation is another one in other data; the error names no deviation."""
     model = LinearRegression(l2=0.1)
-    runs = [linear_run(model.fit(x, Y), x, Y, 0.5) for x in (X, X * [1.0, 1.001, 1.0], X * [1.0, 9.0, 1.0])]
+    runs = [
+        linear_run(model.fit(x, Y), x, Y, 0.5)
+        for x in (X, X * [1.0, 1.001, 1.0], X * [1.0, 9.0, 1.0])
+    ]
     compose(runs[:2])
     with pytest.raises(ValueError, match=r"deviations that differ; save with scales=None$"):
         compose([runs[0], runs[2]])
-    given = [linear_run(model.fit(x, Y), x, Y, 0.5, scales=[1.0, 2.0, 3.0, 4.0]) for x in (X, X * 9)]
+    given = [
+        linear_run(model.fit(x, Y), x, Y, 0.5, scales=[1.0, 2.0, 3.0, 4.0]) for x in (X, X * 9)
+    ]
     assert compose(given).about["unit_of_inputs"] == "given units"
 
 

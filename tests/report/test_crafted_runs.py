@@ -1,4 +1,6 @@
-"""Runs that somebody made to mislead: names that act on a terminal or a page, absurd numbers, files that swell."""
+"""Runs that somebody made to mislead: names that act on a terminal or a page, absurd numbers, files
+that swell.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,21 @@ from torchfil.utils.errors import RunFileError
 from torchfil.utils.files import file_sha256
 from torchfil.utils.tables import as_texts
 
-# clears the screen, writes a table that passes, hides what follows; a one-byte CSI, marks that turn text around
-FAKE = "\x1b[2J\x1b[Hmax_epsilon  50  1.0  pass\n\npassed\x1b[8m \x9b31m\r\u202egnp.exe\u2066 \u2028\x7f\x00\x07"
+# clears the screen, writes a table that passes, hides what follows; a one-byte CSI, marks that turn
+# text around
+FAKE = (
+    "\x1b[2J\x1b[Hmax_epsilon  50  1.0  pass\n\npassed\x1b[8m \x9b31m\r\u202egnp.exe\u2066 "
+    "\u2028\x7f\x00\x07"
+)
 
 
 def acting(text: str) -> list[str]:
     """The characters of a text that are not seen but do something."""
-    return [s for s in sorted(set(text)) if s != "\n" and not s.isprintable() and unicodedata.category(s) != "Zs"]
+    return [
+        s
+        for s in sorted(set(text))
+        if s != "\n" and not s.isprintable() and unicodedata.category(s) != "Zs"
+    ]
 
 
 def with_fake_names(n: int = 40) -> SavedRun:
@@ -43,7 +53,9 @@ def with_fake_names(n: int = 40) -> SavedRun:
         about={**run.about, "title": name, "dataset": {"data_sha256": name}, "accountant": name},
         ids=np.asarray([f"{name} {i}" for i in range(n)]),
         groups={name: np.asarray([f"{name} a", f"{name} b"] * (n // 2))},
-        attributes=dataclasses.replace(run.attributes, names=[name, "b", "c"], units=[name, "", ""]),
+        attributes=dataclasses.replace(
+            run.attributes, names=[name, "b", "c"], units=[name, "", ""]
+        ),
         questions=[dataclasses.replace(run.questions[0], name=name)],
         attacks=[dataclasses.replace(run.attacks[0], name=name, testable=False, untestable=name)],
     )
@@ -57,13 +69,20 @@ def run(tmp_path: Path) -> Path:
 @pytest.fixture
 def policy(tmp_path: Path) -> Path:
     path = tmp_path / "policy.toml"
-    path.write_text("max_epsilon = 1\nmax_individual_epsilon = 50\nmax_group_disparity = 1.0\nmin_attacks = 1\n")
+    path.write_text(
+        "max_epsilon = 1\nmax_individual_epsilon = 50\nmax_group_disparity = 1.0\nmin_attacks = 1\n"
+    )
     return path
 
 
-def test_names_are_shown_and_obeyed_nowhere(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_shown_and_obeyed_nowhere(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the terminal, in JSON, in errors, in files for pipelines and on pages."""
-    run, other = save(with_fake_names(), tmp_path / "fake.parquet"), save(made_up(), tmp_path / "other.parquet")
+    run, other = (
+        save(with_fake_names(), tmp_path / "fake.parquet"),
+        save(made_up(), tmp_path / "other.parquet"),
+    )
     steps = tmp_path / "summary.md"
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(steps))
     gated = call("gate", run, "--policy", policy)
@@ -75,7 +94,11 @@ def test_names_are_shown_and_obeyed_nowhere(policy: Path, tmp_path: Path, monkey
     for command in (("inspect", run), ("compare", run, run), ("gate", run, "--policy", policy)):
         texts += [call(*command).stdout, call(*command, "--json").stdout]
     for redacted in (False, True):
-        texts.append(write_report(with_fake_names(), tmp_path / "report", redacted=redacted).read_text("utf-8"))
+        texts.append(
+            write_report(with_fake_names(), tmp_path / "report", redacted=redacted).read_text(
+                "utf-8"
+            )
+        )
     for facts in ({"version": FAKE}, {"columns": {"fil": FAKE}}):
         texts.append(refused("gate", edited(run, facts), "--policy", policy))
     for text in texts:
@@ -101,7 +124,9 @@ class TestAbsurdNumbers:
         crafted = edited(run, {part: {**facts_of(run)[part], **changes}})
         assert "is damaged (" in refused("gate", crafted, "--policy", policy)
 
-    @pytest.mark.parametrize("name", ["fil", "mse_bound", "epsilon", "missed", "participations", "clip_weight"])
+    @pytest.mark.parametrize(
+        "name", ["fil", "mse_bound", "epsilon", "missed", "participations", "clip_weight"]
+    )
     def test_columns(self, run: Path, policy: Path, name: str) -> None:
         values = made_up(30).columns[name].astype(np.float64)
         for absurd in (-1.0, math.nan)[: 1 if name in ("fil", "mse_bound", "epsilon") else 2]:
@@ -110,8 +135,14 @@ class TestAbsurdNumbers:
             assert f"column '{name}' is {absurd} in row 4" in text  # the id stays out of logs
 
     def test_no_examples_and_deep_json(self, run: Path, policy: Path, tmp_path: Path) -> None:
-        empty = SavedRun(about={"epsilon": 1.0}, ids=np.arange(0), columns={"fil": np.zeros(0), "missed": np.zeros(0)})
-        assert "has no examples" in refused("gate", save(empty, tmp_path / "empty.parquet"), "--policy", policy)
+        empty = SavedRun(
+            about={"epsilon": 1.0},
+            ids=np.arange(0),
+            columns={"fil": np.zeros(0), "missed": np.zeros(0)},
+        )
+        assert "has no examples" in refused(
+            "gate", save(empty, tmp_path / "empty.parquet"), "--policy", policy
+        )
         deep = edited(run, b"[" * 10**5 + b"]" * 10**5)
         assert "is damaged (RecursionError" in refused("gate", deep, "--policy", policy)
 
@@ -127,9 +158,13 @@ class Bomb:
 
 
 class TestSmallFiles:
-    """A file takes at most 64 MiB of memory and 64 bytes for each of its own, or is refused before a column is read."""
+    """A file takes at most 64 MiB of memory and 64 bytes for each of its own, or is refused before
+    a column is read.
+    """
 
-    def crafted(self, path: Path, columns: dict[str, Any], facts: dict[str, Any], **options: Any) -> Path:
+    def crafted(
+        self, path: Path, columns: dict[str, Any], facts: dict[str, Any], **options: Any
+    ) -> Path:
         example = facts_of(save(made_up(4), path))
         columns = {"id": np.arange(len(next(iter(columns.values())))), **columns}
         none = {"groups": {}, "attributes": None, "questions": [], "attacks": [], "texts": None}
@@ -147,7 +182,10 @@ class TestSmallFiles:
 
     def test_rows_that_are_all_alike(self, tmp_path: Path) -> None:
         zeros = pa.array(np.zeros(1_000_000))
-        columns = {"id": pa.array(np.zeros(1_000_000, np.int64)), **{f"c{i}": zeros for i in range(9)}}
+        columns = {
+            "id": pa.array(np.zeros(1_000_000, np.int64)),
+            **{f"c{i}": zeros for i in range(9)},
+        }
         path = self.crafted(tmp_path / "run.parquet", columns, {})
         assert path.stat().st_size < 100_000
         with pytest.raises(RunFileError, match="would take 80,.* bytes of memory, more than 6"):
@@ -186,7 +224,9 @@ class TestSmallFiles:
 
     @pytest.mark.parametrize("constant", [False, True])
     def test_a_run_of_many_examples_loads(self, tmp_path: Path, constant: bool) -> None:
-        """Ids and labels of many examples, and numbers that are all alike, as where nothing leaked."""
+        """Ids and labels of many examples, and numbers that are all alike, as where nothing
+        leaked.
+        """
         n, run = 300_000, made_up(40)
         places = np.zeros(n, np.int64) if constant else np.arange(n) % 40
         columns = {name: values[places] for name, values in run.columns.items()}
@@ -218,8 +258,13 @@ def test_numbers_that_contradict_each_other_fail_the_gate(run: Path, policy: Pat
         crafted.write_bytes(run.read_bytes())
         told = refused("gate", edited(crafted, facts, **changed), "--policy", policy)
         assert f"the run cannot be true: {why}" in told
-    for possible in ({"epsilon": None, "delta": None}, {"epsilon": math.inf, "mechanism": mechanism}):
-        assert call("gate", edited(run, {"about": {**about, **possible}}), "--policy", policy).exit_code in (1, 3)
+    for possible in (
+        {"epsilon": None, "delta": None},
+        {"epsilon": math.inf, "mechanism": mechanism},
+    ):
+        assert call(
+            "gate", edited(run, {"about": {**about, **possible}}), "--policy", policy
+        ).exit_code in (1, 3)
 
 
 def test_pipes_are_refused_and_not_waited_for(run: Path, policy: Path, tmp_path: Path) -> None:
@@ -261,7 +306,10 @@ class TestFooters:
 
         path, made = save(made_up(), tmp_path / "run.parquet"), tmp_path / "made"
         facts, table = parquet.read_metadata(path).metadata, parquet.read_table(path)
-        extension = {"ARROW:extension:name": name, "ARROW:extension:metadata": pickle.dumps(Bomb(made))}
+        extension = {
+            "ARROW:extension:name": name,
+            "ARROW:extension:metadata": pickle.dumps(Bomb(made)),
+        }
         table = table.cast(table.schema.set(1, table.schema.field(1).with_metadata(extension)))
         with_footer(path, table, facts, store_schema=True)
         assert b"ARROW:schema" in parquet.read_metadata(path).metadata

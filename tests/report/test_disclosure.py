@@ -1,4 +1,6 @@
-"""Attacks on the public page: differences of groups, and the best linear guess from all that is published."""
+"""Attacks on the public page: differences of groups, and the best linear guess from all that is
+published.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,25 @@ def run_of(fil: np.ndarray, groups: dict[str, np.ndarray]) -> SavedRun:
         "participations": np.full(n, 9),
         "missed": np.zeros(n, dtype=np.int64),
     }
-    return SavedRun(about={"dataset": {"input_range": [0, 1]}}, ids=np.arange(n), columns=columns, groups=groups)
+    return SavedRun(
+        about={"dataset": {"input_range": [0, 1]}}, ids=np.arange(n), columns=columns, groups=groups
+    )
 
 
-def published(groupings: Sequence[Grouping], groups: Mapping[str, np.ndarray]) -> list[tuple[np.ndarray, float]]:
-    """Who stands behind each published mean, as an attacker knows it who knows all groups, and log of the mean."""
+def published(
+    groupings: Sequence[Grouping], groups: Mapping[str, np.ndarray]
+) -> list[tuple[np.ndarray, float]]:
+    """Who stands behind each published mean, as an attacker knows it who knows all groups, and log
+    of the mean.
+    """
     found = []
     for grouping in groupings:
         labels = groups[grouping.name]
         named = {group.name for group in grouping.groups}
         for group in grouping.groups:
-            members = labels == group.name if group.name in labels else ~np.isin(labels, list(named))
+            members = (
+                labels == group.name if group.name in labels else ~np.isin(labels, list(named))
+            )
             found.append((members, float(np.log(group.fil))))
     return found
 
@@ -47,9 +57,11 @@ def published(groupings: Sequence[Grouping], groups: Mapping[str, np.ndarray]) -
 def best_linear_guess(
     means: Sequence[tuple[np.ndarray, float]], mean: float, spread: float, noise: float
 ) -> np.ndarray:
-    """The posterior mean of every log η̄, [n], from means over known members, for a prior N(mean, spread²) each.
+    """The posterior mean of every log η̄, [n], from means over known members, for a prior N(mean,
+    spread²) each.
 
-    Where two sets of members differ by one example, this is their difference; ``noise`` is what rounding leaves.
+    Where two sets of members differ by one example, this is their difference; ``noise`` is what
+    rounding leaves.
     """
     who = np.stack([members / members.sum() for members, _ in means])  # [k, n]
     told = np.asarray([value for _, value in means]) - mean
@@ -57,8 +69,12 @@ def best_linear_guess(
     return mean + spread**2 * who.T @ np.linalg.lstsq(gram, told, rcond=1e-14)[0]
 
 
-def two_groupings(rng: np.random.Generator, flips: int) -> tuple[np.ndarray, dict[str, np.ndarray], int]:
-    """Examples, a random grouping, the same with some examples in the other group, and one of these."""
+def two_groupings(
+    rng: np.random.Generator, flips: int
+) -> tuple[np.ndarray, dict[str, np.ndarray], int]:
+    """Examples, a random grouping, the same with some examples in the other group, and one of
+    these.
+    """
     n = int(rng.integers(40, 90))
     labels = rng.permutation(np.where(np.arange(n) < rng.integers(15, n - 14), "a", "b"))
     rows = rng.choice(n, flips, replace=False)
@@ -67,8 +83,12 @@ def two_groupings(rng: np.random.Generator, flips: int) -> tuple[np.ndarray, dic
 
 
 class TestDifferencing:
-    def errors(self, *, redacted: bool, flips: int, noise: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Of 120 attacked examples the squared errors of log η̄: of the attack, and of the prior."""
+    def errors(
+        self, *, redacted: bool, flips: int, noise: float, seed: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of 120 attacked examples the squared errors of log η̄: of the attack, and of the
+        prior.
+        """
         rng = np.random.default_rng(seed)
         attacked, blind = [], []
         for _ in range(120):
@@ -93,7 +113,9 @@ class TestDifferencing:
         assert (np.sqrt(attacked) < 0.05).mean() <= (np.sqrt(blind) < 0.05).mean() + 0.03
 
     def test_random_groupings_of_many_kinds(self) -> None:
-        """Several groupings with several groups, some alike: nobody is told better than as one of ten."""
+        """Several groupings with several groups, some alike: nobody is told better than as one of
+        ten.
+        """
         rng = np.random.default_rng(1)
         unexplained = []
         for _ in range(120):
@@ -107,13 +129,19 @@ class TestDifferencing:
             fil = rng.lognormal(size=n)
             logs = np.log(fil)
             means = published(summarise(run_of(fil, groups), redacted=True).groupings, groups)
-            guess = best_linear_guess(means, logs.mean(), logs.std(), 0.02) if means else np.full(n, logs.mean())
+            guess = (
+                best_linear_guess(means, logs.mean(), logs.std(), 0.02)
+                if means
+                else np.full(n, logs.mean())
+            )
             unexplained.append(np.square(guess - logs).mean() / logs.var())
         assert np.mean(unexplained) > 1 - 1 / SMALLEST
 
 
 def test_a_reconstruction_from_the_public_files(tmp_path: Path) -> None:
-    """Thirty yes-or-no groupings of 60 examples: as many equations as it takes, were they all answered."""
+    """Thirty yes-or-no groupings of 60 examples: as many equations as it takes, were they all
+    answered.
+    """
     rng = np.random.default_rng(2)
     fil = rng.lognormal(size=60)
     groups = {f"grouping {k}": rng.choice(["a", "b"], 60) for k in range(60)}
@@ -127,7 +155,10 @@ def test_a_reconstruction_from_the_public_files(tmp_path: Path) -> None:
     page = write_report(run_of(fil, groups), tmp_path / "public", redacted=True)
     data = summary_of(page)["groupings"]
     assert [row["name"] for row in data] == list(groups)
-    again = [Grouping(**{**row, "groups": [GroupSummary(**group) for group in row["groups"]]}) for row in data]
+    again = [
+        Grouping(**{**row, "groups": [GroupSummary(**group) for group in row["groups"]]})
+        for row in data
+    ]
     assert sum(bool(grouping.groups) for grouping in again) >= 1
     assert explained(again, 0.02) < 1 / SMALLEST
     assert "Not shown: beside the groupings above" in page.read_text(encoding="utf-8")
@@ -155,17 +186,25 @@ class TestOutliers:
 
     def test_the_mean_of_a_group(self) -> None:
         assert self.recovered(1e4, redacted=False) == pytest.approx(1e4), "the attack works"
-        assert self.recovered(1e4, redacted=True) < 17, "ten times the group's median, within rounding"
+        assert self.recovered(1e4, redacted=True) < 17, (
+            "ten times the group's median, within rounding"
+        )
         assert self.recovered(1e-4, redacted=True) > 1 / 17
-        assert self.recovered(1.0, redacted=True) == pytest.approx(1.0, rel=0.7), "usual values count as they are"
+        assert self.recovered(1.0, redacted=True) == pytest.approx(1.0, rel=0.7), (
+            "usual values count as they are"
+        )
 
     def test_no_file_tells_by_how_much_somebody_stands_out(self, tmp_path: Path) -> None:
-        """Of the tenth, all files say the same for a leakage of a hundred times the median as for a million times."""
+        """Of the tenth, all files say the same for a leakage of a hundred times the median as for a
+        million times.
+        """
         files = []
         for fil in (1e2, 1e4, 1e6):
             files.append(files_of(write_report(self.run(fil), tmp_path / f"{fil}", redacted=True)))
         assert files[0] == files[1] == files[2]
-        compared = [compare_runs(self.run(fil), self.run(1.0), redacted=True) for fil in (1e2, 1e4, 1e6)]
+        compared = [
+            compare_runs(self.run(fil), self.run(1.0), redacted=True) for fil in (1e2, 1e4, 1e6)
+        ]
         assert repr(compared[0]) == repr(compared[1]) == repr(compared[2])
 
     def test_one_lower_end_of_zero_or_none(self) -> None:
@@ -181,7 +220,9 @@ class TestOutliers:
 
 class TestCells:
     def test_no_cell_is_small_whatever_is_asked_for(self) -> None:
-        """Cells of all published groupings together: what is left out, complements and intersections among them."""
+        """Cells of all published groupings together: what is left out, complements and
+        intersections among them.
+        """
         rng = np.random.default_rng(0)
         shown = 0
         for _ in range(200):
@@ -205,16 +246,27 @@ class TestCells:
 
     def test_groups_are_shown_or_coarsened_where_that_helps(self) -> None:
         """Site C has women only but for three: it goes together with others."""
-        run = made_up(400, groups={"sex": np.array(["f", "m"] * 200), "site": np.repeat(["A", "B", "C", "D"], 100)})
+        run = made_up(
+            400,
+            groups={
+                "sex": np.array(["f", "m"] * 200),
+                "site": np.repeat(["A", "B", "C", "D"], 100),
+            },
+        )
         summary = summarise(run, redacted=True)
-        assert [(len(grouping.groups), grouping.withheld) for grouping in summary.groupings] == [(2, False), (4, False)]
+        assert [(len(grouping.groups), grouping.withheld) for grouping in summary.groupings] == [
+            (2, False),
+            (4, False),
+        ]
         sex = np.array(["f", "m"] * 100 + ["f"] * 30 + ["m"] * 3)
         site = np.array(["A"] * 100 + ["B"] * 100 + ["C"] * 33)
         split = split_beside(site, 10, joined(None, split_beside(sex, 10)))
         assert (split.names, split.merged, split.withheld) == (["B"], 2, False)
 
     def test_group_means_have_two_digits(self) -> None:
-        (grouping,) = summarise(made_up(100, groups={"g": np.array(["a", "b"] * 50)}), redacted=True).groupings
+        (grouping,) = summarise(
+            made_up(100, groups={"g": np.array(["a", "b"] * 50)}), redacted=True
+        ).groupings
         for group in grouping.groups:
             for value in (group.fil, group.low, group.high):
                 assert value == float(f"{value:.2g}")

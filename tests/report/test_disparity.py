@@ -1,4 +1,6 @@
-"""Groups beside each other: page and gate say the same, with the size of the effect, and nothing below it."""
+"""Groups beside each other: page and gate say the same, with the size of the effect, and nothing
+below it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_page_and_gate_say_the_same_of_any_groups() -> None:
     sizes = {"a": 30, "b": 12, "c": 3, "d": 1, "e": 10}
     run = grouped({name: rng.lognormal(rng.normal(), 1.0, size) for name, size in sizes.items()})
     fil, site = run.columns["fil"], run.groups["site"]
-    means = [math.exp(np.log(fil[site == name]).mean()) for name, size in sizes.items() if size >= 10]
+    means = [
+        math.exp(np.log(fil[site == name]).mean()) for name, size in sizes.items() if size >= 10
+    ]
     (verdict,) = (v for v in check(run, Policy(max_group_disparity=2.0)) if v.subject == "site")
     (grouping,) = summarise(run).groupings
     assert verdict.found == grouping.disparity.ratio == pytest.approx(max(means) / min(means))
@@ -52,11 +56,16 @@ def test_page_and_gate_say_the_same_of_any_groups() -> None:
         ({"A": np.full(9, 0.5), "B": np.full(20, 0.2)}, 2.0, None),
     ],
 )
-def test_the_gate_on_groups(levels: dict[str, np.ndarray], limit: float, found: float | None) -> None:
+def test_the_gate_on_groups(
+    levels: dict[str, np.ndarray], limit: float, found: float | None
+) -> None:
     run = grouped(levels)
     (verdict,) = (v for v in check(run, Policy(max_group_disparity=limit)) if v.subject == "site")
     passed = found is not None and found <= limit
-    assert (verdict.passed, verdict.found) == (passed, found if found is None else pytest.approx(found))
+    assert (verdict.passed, verdict.found) == (
+        passed,
+        found if found is None else pytest.approx(found),
+    )
     assert verdict.rows.tolist() == ([] if passed or found is None else list(range(20)))
 
 

@@ -1,4 +1,6 @@
-"""The first screens answer: may it be released, why not, who is exposed, what leaks, what to change."""
+"""The first screens answer: may it be released, why not, who is exposed, what leaks, what to
+change.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def visible_text(page: Path) -> str:
 
 
 def counts_of(page: Path, slug: str = "closeness") -> list[str]:
-    return [re.sub("<[^>]+>", "", cell) for cell in re.findall(r"<b>(.*?)</b> ?<span>", source(page, slug))]
+    return [
+        re.sub("<[^>]+>", "", cell)
+        for cell in re.findall(r"<b>(.*?)</b> ?<span>", source(page, slug))
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -62,14 +67,20 @@ def test_the_verdict_is_three_words_and_a_row_for_every_rule(kind: str, tmp_path
 
 
 def test_counts_are_the_gates_and_no_card_contradicts_another(tmp_path: Path) -> None:
-    """Ages of 12 are known to 0.3 of a blind guess's error, and nobody as a whole: 103 and 16, it once said."""
+    """Ages of 12 are known to 0.3 of a blind guess's error, and nobody as a whole: 103 and 16, it
+    once said.
+    """
     errors = np.full((N, 2), 40.0)
     errors[:12, 0] = 3.6
     low = np.where(np.arange(N) < 20, 0.0, 1.8)  # twenty were drawn too rarely
-    run = bare("Ages", 2.0, attributes=Attributes(["age", "height"], ["years", "cm"], errors, errors))
+    run = bare(
+        "Ages", 2.0, attributes=Attributes(["age", "height"], ["years", "cm"], errors, errors)
+    )
     run.columns["mse_bound_low"] = low
     run = with_baselines(run, [12.0, 9.0])
-    policy = Policy(min_error_share=0.5, max_share_exposed=0.0, min_attribute_error_share=1.0, blind_error=0.5)
+    policy = Policy(
+        min_error_share=0.5, max_share_exposed=0.0, min_attribute_error_share=1.0, blind_error=0.5
+    )
     page = written(run, tmp_path, policy)
     exposed, by_attribute = (
         next(verdict for verdict in check(run, policy) if verdict.key == key)
@@ -80,14 +91,20 @@ def test_counts_are_the_gates_and_no_card_contradicts_another(tmp_path: Path) ->
     assert "0.3" not in text_of(page, "attributes")
     run.columns["mse_bound_low"][:] = 1.8
     page = written(run, tmp_path, policy)
-    by_attribute = next(verdict for verdict in check(run, policy) if verdict.key == "min_attribute_error_share")
+    by_attribute = next(
+        verdict for verdict in check(run, policy) if verdict.key == "min_attribute_error_share"
+    )
     assert re.search(r"age 0\.3× .* 12 height", text_of(page, "attributes"))
     assert by_attribute.offending == 12
     assert "Least error for one attribute, age (12 examples)" in text_of(page, "verdict")
-    assert "age: ± 3.6 years (blind guess: ± 12 years)" in text_of(page, "verdict").replace("\xa0", " ")
+    assert "age: ± 3.6 years (blind guess: ± 12 years)" in text_of(page, "verdict").replace(
+        "\xa0", " "
+    )
 
 
-def test_untold_examples_are_a_class_of_their_own_and_never_the_most_exposed(tmp_path: Path) -> None:
+def test_untold_examples_are_a_class_of_their_own_and_never_the_most_exposed(
+    tmp_path: Path,
+) -> None:
     run = bare("Few draws", 2.0)
     run.columns["mse_bound_low"][:90] = 0.0
     page = written(run, tmp_path, POLICY)
@@ -98,7 +115,9 @@ def test_untold_examples_are_a_class_of_their_own_and_never_the_most_exposed(tmp
 
 
 def test_what_epsilon_allows_is_attained_by_the_worst_pair() -> None:
-    """Every (ε, δ)-private pair is dominated by one of four outcomes, for which the best guess is known exactly."""
+    """Every (ε, δ)-private pair is dominated by one of four outcomes, for which the best guess is
+    known exactly.
+    """
     for epsilon, delta in ((0.3, 1e-5), (2.5, 1e-3), (9.0, 0.1)):
         run = bare("ε", 2.0)
         run.about.update(epsilon=epsilon, delta=delta)
@@ -113,13 +132,19 @@ def test_questions_stand_beside_the_limit_and_the_commonest_answer() -> None:
     truth = np.repeat([0, 1, 2], [80, 70, 50])
     high = np.where(np.arange(3) == truth[:, None], 0.0, 1e-4)
     high[-10:, :2] = 0.5
-    asked = [QuestionRecord("genotype", ["CC", "CT", "TT"], True, high, high), question("member", some(1e-4, 2.0, [3]))]
+    asked = [
+        QuestionRecord("genotype", ["CC", "CT", "TT"], True, high, high),
+        question("member", some(1e-4, 2.0, [3])),
+    ]
     run = bare("Doses", 2.0, questions=asked)
     run.columns["mse_bound_low"][3] = 0.0  # too few draws: its answer does not count
     policy = Policy(max_gain_over_guessing=0.1)
     rows = answers_of(Report(summarise(run), run, {}, {}, policy=policy))
     told = [(row.name, row.low, round(row.value, 3), row.limit) for row in rows]
-    assert told[:2] == [("genotype", 0.5, 0.75, 0.6), ("genotype, all answers", 79 / 199, 0.771, None)]
+    assert told[:2] == [
+        ("genotype", 0.5, 0.75, 0.6),
+        ("genotype, all answers", 79 / 199, 0.771, None),
+    ]
     assert told[2][:2] == ("member", 0.5)
     assert told[2][2] < 0.51
 
@@ -152,7 +177,9 @@ def test_a_public_page_has_counts_and_no_verdict(tmp_path: Path) -> None:
     errors = np.full((N, 2), 40.0)
     errors[:12, 0] = 3.0
     table = Attributes(["age", "height"], ["years", "cm"], errors, errors)
-    run = with_baselines(bare("baselines", some(2.0, 0.05, list(range(12))), attributes=table), [0.7, 0.7])
+    run = with_baselines(
+        bare("baselines", some(2.0, 0.05, list(range(12))), attributes=table), [0.7, 0.7]
+    )
     page = written(run, tmp_path, redacted=True)
     assert counts_of(page) == ["about 10", "0", "about 190", "0"]
     shown = visible_text(page)

@@ -1,4 +1,6 @@
-"""Each rule of a policy passes and fails where it should, and what is not known never passes as safe."""
+"""Each rule of a policy passes and fails where it should, and what is not known never passes as
+safe.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,26 @@ from torchfil.guessing import largest_true_positive_rate
 from torchfil.run.saved_run import SavedRun
 
 LOW = np.linspace(0.1, 2.0, 20)
-RATE = float(largest_true_positive_rate(3.3, 0.01))  # of the made-up question's worst answer, at its upper end
+# of the made-up question's worst answer, at its upper end
+RATE = float(largest_true_positive_rate(3.3, 0.01))
 GAIN = math.sqrt(1 - math.exp(-2.0)) / 2  # at D = 2, by Bretagnolle and Huber
 
 
 def run_with(**columns: Any) -> SavedRun:
-    """A run of 20 with these columns; None takes one out. A bound is its own lower end where that alone is given."""
+    """A run of 20 with these columns.
+
+    None takes one out. A bound is its own lower end where that alone is given.
+    """
     run = made_up(20)
-    columns = {"mse_bound": columns["mse_bound_low"], **columns} if "mse_bound_low" in columns else columns
+    columns = (
+        {"mse_bound": columns["mse_bound_low"], **columns}
+        if "mse_bound_low" in columns
+        else columns
+    )
     changed = {**run.columns, **columns}
-    return dataclasses.replace(run, columns={k: np.asarray(v) for k, v in changed.items() if v is not None})
+    return dataclasses.replace(
+        run, columns={k: np.asarray(v) for k, v in changed.items() if v is not None}
+    )
 
 
 def run_of(**parts: Any) -> SavedRun:
@@ -39,7 +51,9 @@ def with_ages(low: bool = True, of_one: float = 4.0) -> SavedRun:
     """Errors of 6, of which one lower end is 4."""
     ends = np.full((20, 3), 6.0)
     ends[3, 0] = of_one
-    table = dataclasses.replace(made_up(20).attributes, error=np.full((20, 3), 6.0), error_low=ends if low else None)
+    table = dataclasses.replace(
+        made_up(20).attributes, error=np.full((20, 3), 6.0), error_low=ends if low else None
+    )
     return run_of(attributes=table)
 
 
@@ -61,15 +75,21 @@ BARE = dataclasses.replace(worrying(), about={}, attributes=None, questions=[])
 UNCERTAIN = worrying(safe=True)
 UNCERTAIN.columns["mse_bound_low"] = np.where(np.arange(100) == 3, 0.01, 4.0)
 DRAWN = run_with(
-    participations=[0, 0] + [1] * 18, sampling_error=[np.inf] * 3 + [0.1] * 17, mse_bound_low=[np.inf] * 3 + [1.0] * 17
+    participations=[0, 0] + [1] * 18,
+    sampling_error=[np.inf] * 3 + [0.1] * 17,
+    mse_bound_low=[np.inf] * 3 + [1.0] * 17,
 )
 RARE = run_with(mse_bound_low=[np.nan, 0.0] + [1.0] * 18, mse_bound=[1.0] * 20)
 BEATEN = attacked(violated=np.asarray([False, True, False]))
 BLIND = attacked(testable=False, untestable="never saw the model", violated=np.ones(3, bool))
-CONCERN, FEW, SIZE = {"mse_bound_of_concern": 0.25}, {"mse_bound_of_concern": 2.0}, {"min_group_size": 5}
+CONCERN, FEW, SIZE = (
+    {"mse_bound_of_concern": 0.25},
+    {"mse_bound_of_concern": 2.0},
+    {"min_group_size": 5},
+)
 
-# rule, run, limit, other keys; whether it holds, how many break it, what was found: a passing case, a failing one, and
-# one of a run that does not tell
+# rule, run, limit, other keys; whether it holds, how many break it, what was found: a passing case,
+# a failing one, and one of a run that does not tell
 CASES: list[tuple[str, SavedRun, Any, dict[str, Any], bool, int, float | None]] = [
     ("min_error_share", worrying(), 0.28, {}, True, 0, 0.02**0.5 / 0.5),
     ("min_error_share", worrying(), 0.5, {}, False, 1, 0.02**0.5 / 0.5),
@@ -82,10 +102,27 @@ CASES: list[tuple[str, SavedRun, Any, dict[str, Any], bool, int, float | None]] 
     ("max_share_exposed", UNCERTAIN, 0.0, {}, False, 1, 0.01),
     ("max_share_exposed", dataclasses.replace(RARE, about=worrying().about), 0.0, {}, True, 0, 0.0),
     ("max_share_exposed", BARE, 1, {}, False, 100, None),
-    ("min_attribute_error_share (age)", worrying(), 0.5, {"attribute_spread": {"age": 0.15}}, True, 0, 0.1 / 0.15),
+    (
+        "min_attribute_error_share (age)",
+        worrying(),
+        0.5,
+        {"attribute_spread": {"age": 0.15}},
+        True,
+        0,
+        0.1 / 0.15,
+    ),
     ("min_attribute_error_share (age)", worrying(), 0.5, {}, False, 1, 0.2),
     ("min_attribute_error_share", BARE, 0, {}, False, 100, None),
-    ("min_attribute_error_share", dataclasses.replace(worrying(), about={}), 0, {}, False, 100, None),  # no spread
+    # no spread
+    (
+        "min_attribute_error_share",
+        dataclasses.replace(worrying(), about={}),
+        0,
+        {},
+        False,
+        100,
+        None,
+    ),
     ("max_gain_over_guessing (smokes)", worrying(), 0.5, {}, True, 0, GAIN),
     ("max_gain_over_guessing (smokes)", worrying(), 0.1, {}, False, 1, GAIN),
     ("max_gain_over_guessing", BARE, 1, {}, False, 100, None),
@@ -99,10 +136,27 @@ CASES: list[tuple[str, SavedRun, Any, dict[str, Any], bool, int, float | None]] 
     ("audited_epsilon_below_claimed", audited(AUDIT), True, {}, True, 0, 1.1),
     ("audited_epsilon_below_claimed", audited(AUDIT | {"epsilon": 2.5}), True, {}, True, 0, 2.5),
     ("audited_epsilon_below_claimed", audited(ABOVE), True, {}, False, 20, 2.7),
-    ("audited_epsilon_below_claimed", audited(AUDIT | {"epsilon": 2.7, "claimed": 9}), True, {}, False, 20, 2.7),
+    (
+        "audited_epsilon_below_claimed",
+        audited(AUDIT | {"epsilon": 2.7, "claimed": 9}),
+        True,
+        {},
+        False,
+        20,
+        2.7,
+    ),
     ("audited_epsilon_below_claimed", audited(REFUTED), True, {}, False, 20, 3.4),
-    ("audited_epsilon_below_claimed", audited(REFUTED), False, {}, False, 20, 3.4),  # whatever the policy says
-    ("audited_epsilon_below_claimed", audited(REFUTED | {"epsilon": 1.0}), False, {}, False, 20, 1.0),
+    # whatever the policy says
+    ("audited_epsilon_below_claimed", audited(REFUTED), False, {}, False, 20, 3.4),
+    (
+        "audited_epsilon_below_claimed",
+        audited(REFUTED | {"epsilon": 1.0}),
+        False,
+        {},
+        False,
+        20,
+        1.0,
+    ),
     ("audited_epsilon_below_claimed", audited(None), True, {}, False, 20, None),
     ("audited_epsilon_below_claimed", run_of(about={}), True, {}, False, 20, None),
     ("min_mse_bound", run_with(mse_bound_low=LOW, mse_bound=LOW + 10), 0.1, {}, True, 0, 0.1),
@@ -140,7 +194,8 @@ CASES: list[tuple[str, SavedRun, Any, dict[str, Any], bool, int, float | None]] 
     ("allow_seeded_noise", trained("seeded"), False, {}, False, 20, 1),
     ("min_attribute_error.height", with_ages(), {"height": 5}, {}, True, 0, 6.0),
     ("min_attribute_error.age", with_ages(), {"age": 5}, {}, False, 1, 4.0),  # the lower end
-    ("min_attribute_error.age", with_ages(of_one=math.nan), {"age": 5}, {}, False, 1, math.nan),  # not known
+    # not known
+    ("min_attribute_error.age", with_ages(of_one=math.nan), {"age": 5}, {}, False, 1, math.nan),
     ("min_attribute_error.age", with_ages(low=False), {"age": 5}, {}, False, 20, None),
     ("min_attribute_error.age", run_of(attributes=None), {"age": 5}, {}, False, 20, None),
     ("max_true_positive_rate.sex", made_up(20), {"sex": RATE + 1e-9}, {}, True, 0, RATE),
@@ -155,11 +210,19 @@ def judged(run: SavedRun, rule: str, policy: dict[str, Any]) -> Verdict:
 
 @pytest.mark.parametrize(("rule", "run", "limit", "more", "passed", "offending", "found"), CASES)
 def test_rules(
-    rule: str, run: SavedRun, limit: Any, more: dict[str, Any], passed: bool, offending: int, found: float | None
+    rule: str,
+    run: SavedRun,
+    limit: Any,
+    more: dict[str, Any],
+    passed: bool,
+    offending: int,
+    found: float | None,
 ) -> None:
     verdict = judged(run, rule, {re.split(r"\W", rule)[0]: limit, **more})
     assert (verdict.passed, verdict.offending) == (passed, offending)
-    assert verdict.found == (found if found is None else pytest.approx(found, rel=1e-4, nan_ok=True))
+    assert verdict.found == (
+        found if found is None else pytest.approx(found, rel=1e-4, nan_ok=True)
+    )
     assert verdict.passed or RULES[verdict.key].sentence(verdict).endswith(".")
     remedy = RULES[verdict.key].remedy(verdict)
     assert remedy.endswith(".")
@@ -169,7 +232,10 @@ def test_rules(
 def test_every_rule_has_a_case_that_holds_and_one_that_does_not() -> None:
     keys = {(re.split(r"\W", rule)[0], passed) for rule, *_, passed, _, _ in CASES}
     assert keys == {
-        (rule.key, passed) for rule in RULES.values() for passed in (True, False) if rule.key != "max_worsening"
+        (rule.key, passed)
+        for rule in RULES.values()
+        for passed in (True, False)
+        if rule.key != "max_worsening"
     }
 
 
@@ -177,12 +243,18 @@ def test_every_rule_has_a_case_that_holds_and_one_that_does_not() -> None:
     ("run", "policy", "message"),
     [
         (made_up(20), {"min_attribute_error": {"aeg": 5}}, "did you mean 'age'"),
-        (worrying(), {"min_attribute_error_share": 0.5, "attribute_spread": {"aeg": 1.0}}, "did you mean 'age'"),
+        (
+            worrying(),
+            {"min_attribute_error_share": 0.5, "attribute_spread": {"aeg": 1.0}},
+            "did you mean 'age'",
+        ),
         (made_up(20), {"max_true_positive_rate": {"sax": 0.1}}, "did you mean 'sex'"),
         (run_of(questions=[]), {"max_true_positive_rate": {"sex": 0.1}}, "questions="),
     ],
 )
-def test_a_name_that_the_run_does_not_have_is_refused(run: SavedRun, policy: dict[str, Any], message: str) -> None:
+def test_a_name_that_the_run_does_not_have_is_refused(
+    run: SavedRun, policy: dict[str, Any], message: str
+) -> None:
     with pytest.raises(PolicyError, match=message):
         check(run, parse_policy(policy))
 
@@ -235,24 +307,35 @@ NOT_REFUTED = [(None, False, ""), (AUDIT, True, ""), (ABOVE, True, "at 95 %, not
 
 
 @pytest.mark.parametrize(("audit", "tells", "told"), NOT_REFUTED)
-def test_an_audit_that_refutes_nothing_is_judged_where_it_is_asked_for(audit: Any, tells: bool, told: str) -> None:
+def test_an_audit_that_refutes_nothing_is_judged_where_it_is_asked_for(
+    audit: Any, tells: bool, told: str
+) -> None:
     for policy, judges in ((Policy(), False), (Policy(audited_epsilon_below_claimed=True), True)):
-        found = [each for each in check(audited(audit), policy) if each.key == "audited_epsilon_below_claimed"]
+        found = [
+            each
+            for each in check(audited(audit), policy)
+            if each.key == "audited_epsilon_below_claimed"
+        ]
         assert len(found) == judges
     assert found[0].tells is tells
-    assert [told in note for note in notes(audited(audit)) if "audited ε" in note] == [True] * bool(told)
+    assert [told in note for note in notes(audited(audit)) if "audited ε" in note] == [True] * bool(
+        told
+    )
 
 
 def test_an_audit_that_refutes_the_claim_fails_every_policy(template_policy: Policy) -> None:
     run = audited(REFUTED)
     for policy in (Policy(), Policy(audited_epsilon_below_claimed=False), template_policy):
-        (found,) = [each for each in check(run, policy) if each.key == "audited_epsilon_below_claimed"]
+        (found,) = [
+            each for each in check(run, policy) if each.key == "audited_epsilon_below_claimed"
+        ]
         assert RULES[found.key].sentence(found) == (
             "Audited ε: ≥ 3.4 (1,000 canaries; refutes the claim at 99.9 %); the run claimed 2.5."
         )
         assert found.detail == (
-            "claimed ε 2.5, audited ε ≥ 3.4 (1,000 canaries): the run leaks more than its claim allows, so either the "
-            "accounting or the training code is wrong, and no other number of the report can be trusted"
+            "claimed ε 2.5, audited ε ≥ 3.4 (1,000 canaries): the run leaks more than its claim "
+            "allows, so either the accounting or the training code is wrong, and no other number "
+            "of the report can be trusted"
         )
         assert found.detail in notes(run)
         assert decision(check(run, policy)) == "Do not release"
@@ -262,10 +345,18 @@ def test_an_audit_that_refutes_the_claim_fails_every_policy(template_policy: Pol
 
 def test_an_audited_epsilon_is_a_lower_bound_and_never_rounded_up() -> None:
     run = audited(AUDIT | {"epsilon": 1.199})
-    (found,) = [v for v in check(run, Policy(audited_epsilon_below_claimed=True)) if v.key.startswith("audited")]
+    (found,) = [
+        v
+        for v in check(run, Policy(audited_epsilon_below_claimed=True))
+        if v.key.startswith("audited")
+    ]
     assert found.found == 1.1
     assert "audited ε ≥ 1.1 (" in found.detail
     run = audited(ABOVE | {"epsilon": 2.559})  # a claim of 2.5
-    (found,) = [v for v in check(run, Policy(audited_epsilon_below_claimed=True)) if v.key.startswith("audited")]
+    (found,) = [
+        v
+        for v in check(run, Policy(audited_epsilon_below_claimed=True))
+        if v.key.startswith("audited")
+    ]
     assert (found.found, found.passed) == (2.55, False)
     assert RULES[found.key].sentence(found).startswith("Audited ε: ≥ 2.55 (")

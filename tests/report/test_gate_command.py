@@ -36,20 +36,31 @@ def test_init_then_pass_then_fail(run: Path, policy: Path, tmp_path: Path) -> No
     told = "passed: may be released (all 7 rules kept)"
     assert (passed.exit_code, passed.stdout.splitlines()[-1]) == (0, told), passed.output
     failed = call("gate", run, "--policy", policy)
-    assert (failed.exit_code, failed.stdout.splitlines()[-1]) == (1, "FAILED: do not release (1 of 5 rules broken)")
+    assert (failed.exit_code, failed.stdout.splitlines()[-1]) == (
+        1,
+        "FAILED: do not release (1 of 5 rules broken)",
+    )
     (line,) = [line for line in failed.stdout.splitlines() if line.startswith("broken ")]
     assert line.split()[-4:] == ["3.6", "at", "least", "4"]
     assert "kept" not in call("gate", run, "--policy", policy, "--quiet").stdout
 
     # choices that no rule judges are noted
     path = save(made_up(), tmp_path / "spared.parquet")
-    assert "note: 3 examples were trained with a smaller weight" in call("gate", path, "--policy", policy).stdout
-    assert json.loads(call("gate", path, "--policy", policy, "--json").stdout)["notes"] == notes(made_up())
+    assert (
+        "note: 3 examples were trained with a smaller weight"
+        in call("gate", path, "--policy", policy).stdout
+    )
+    assert json.loads(call("gate", path, "--policy", policy, "--json").stdout)["notes"] == notes(
+        made_up()
+    )
 
 
 def test_files_that_are_missing_or_in_the_way(run: Path, policy: Path, tmp_path: Path) -> None:
     """A mistake is not a failed gate."""
-    bare, before = run_file(tmp_path / "bare.parquet", columns={"fil": np.ones(30)}), run.read_bytes()
+    bare, before = (
+        run_file(tmp_path / "bare.parquet", columns={"fil": np.ones(30)}),
+        run.read_bytes(),
+    )
     lost, used = tmp_path / "none" / "policy.toml", ("--policy", policy)
     for args, message in (
         ((run, "--policy", tmp_path), "TOML"),
@@ -67,19 +78,25 @@ def test_files_that_are_missing_or_in_the_way(run: Path, policy: Path, tmp_path:
     assert not (tmp_path / "a").exists()
 
 
-def test_the_list_names_whom_the_broken_rules_concern(run: Path, policy: Path, tmp_path: Path) -> None:
+def test_the_list_names_whom_the_broken_rules_concern(
+    run: Path, policy: Path, tmp_path: Path
+) -> None:
     who = tmp_path / "who.csv"
     found = call("gate", run, "--policy", policy, "--list", who)
     assert "patient" not in found.stdout
     assert who.stat().st_mode & 0o777 == 0o600
     with who.open(newline="") as file:
-        assert list(csv.DictReader(file)) == [{"rule": "min_mse_bound", "id": f"'=patient {i}"} for i in (28, 29)]
+        assert list(csv.DictReader(file)) == [
+            {"rule": "min_mse_bound", "id": f"'=patient {i}"} for i in (28, 29)
+        ]
     policy.write_text("max_epsilon = 8")
     assert "no rule is broken: " in call("gate", run, "--policy", policy, "--list", who).stdout
     assert who.read_text().splitlines() == ['"rule","id"']
 
 
-def test_files_for_pipelines(run: Path, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_for_pipelines(
+    run: Path, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """JSON and GitHub's summary: none names an example."""
     as_json, summary = tmp_path / "gate.json", tmp_path / "summary.md"
     summary.write_text("before\n")
@@ -105,6 +122,9 @@ def test_files_for_pipelines(run: Path, policy: Path, tmp_path: Path, monkeypatc
     assert [rule["rule"] for rule in data["rules"] if not rule["passed"]] == ["min_mse_bound"]
 
     lines = summary.read_text(encoding="utf-8").splitlines()
-    assert lines[:2] == ["before", "### torchfil gate, a run: FAILED: do not release (1 of 5 rules broken)"]
+    assert lines[:2] == [
+        "before",
+        "### torchfil gate, a run: FAILED: do not release (1 of 5 rules broken)",
+    ]
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "none" / "summary.md"))
     assert "No such file or directory" in refused("gate", run, "--policy", policy)

@@ -1,4 +1,6 @@
-"""How a gate ends: levels, presets, several runs, and what pipelines and other people's logs get."""
+"""How a gate ends: levels, presets, several runs, and what pipelines and other people's logs
+get.
+"""
 
 from __future__ import annotations
 
@@ -57,16 +59,37 @@ def policy(tmp_path: Path) -> Any:
         (UNKNOWN, {}, "cannot tell", {"unknown", "kept"}),
         (UNKNOWN, {"min_attribute_error": "warn"}, "passed", {"warning", "kept"}),
         ({**BROKEN, **UNKNOWN}, {}, "failed", {"broken", "unknown", "kept"}),
-        ({**BROKEN, **UNKNOWN}, {"min_mse_bound": "warn"}, "cannot tell", {"warning", "unknown", "kept"}),
+        (
+            {**BROKEN, **UNKNOWN},
+            {"min_mse_bound": "warn"},
+            "cannot tell",
+            {"warning", "unknown", "kept"},
+        ),
     ],
 )
 def test_the_level_of_a_rule_decides_how_it_ends(
-    run: Path, policy: Any, rules: dict[str, Any], levels: dict[str, str], word: str, states: set[str]
+    run: Path,
+    policy: Any,
+    rules: dict[str, Any],
+    levels: dict[str, str],
+    word: str,
+    states: set[str],
 ) -> None:
     lines = [f"{key} = {value}" for key, value in rules.items() if not isinstance(value, dict)]
-    lines += [f"{key} = {{ age = {value['age']} }}" for key, value in rules.items() if isinstance(value, dict)]
+    lines += [
+        f"{key} = {{ age = {value['age']} }}"
+        for key, value in rules.items()
+        if isinstance(value, dict)
+    ]
     file = policy(
-        "\n".join([*lines, "max_share_too_few_draws = 1", "[levels]", *(f'{k} = "{v}"' for k, v in levels.items())])
+        "\n".join(
+            [
+                *lines,
+                "max_share_too_few_draws = 1",
+                "[levels]",
+                *(f'{k} = "{v}"' for k, v in levels.items()),
+            ]
+        )
     )
     (expected,) = [each for each in OUTCOMES if each.word == word]
     found = call("gate", run, "--policy", file, "--json")
@@ -74,26 +97,48 @@ def test_the_level_of_a_rule_decides_how_it_ends(
         assert found.exit_code == 2
         return
     data = json.loads(found.stdout)
-    assert (found.exit_code, data["outcome"], data["passed"]) == (expected.code, word, word == "passed")
+    assert (found.exit_code, data["outcome"], data["passed"]) == (
+        expected.code,
+        word,
+        word == "passed",
+    )
     assert {rule["state"] for rule in data["rules"]} == {STATES[state] for state in states}
     last = call("gate", run, "--policy", file).stdout.splitlines()[-1]
-    assert last.startswith(f"{word.upper() if expected.code else word}: {expected.decision.lower()} (")
+    assert last.startswith(
+        f"{word.upper() if expected.code else word}: {expected.decision.lower()} ("
+    )
 
 
-def test_off_is_not_measured_and_no_typing_error_switches_a_rule_off(run: Path, policy: Any) -> None:
-    file = policy("min_mse_bound = 4.0\nmax_epsilon = 8\n[levels]\nmin_mse_bound = 'off'\nmax_violated_bounds = 'off'")
-    rules = {rule["rule"] for rule in json.loads(call("gate", run, "--policy", file, "--json").stdout)["rules"]}
+def test_off_is_not_measured_and_no_typing_error_switches_a_rule_off(
+    run: Path, policy: Any
+) -> None:
+    file = policy(
+        "min_mse_bound = 4.0\nmax_epsilon = 8\n[levels]\nmin_mse_bound = 'off'\n"
+        "max_violated_bounds = 'off'"
+    )
+    rules = {
+        rule["rule"]
+        for rule in json.loads(call("gate", run, "--policy", file, "--json").stdout)["rules"]
+    }
     assert rules == {"max_epsilon", "max_share_too_few_draws", "max_examples_missed"}
     with pytest.raises(PolicyError, match='"warn"'):
         Policy(max_epsilon=8, levels={"max_epsilon": "error\n"})
     with pytest.raises(PolicyError, match="finite"):  # which would limit nothing
         Policy(max_epsilon=math.inf)
-    for text, message in (("min_mse_bond = 'off'", "min_mse_bound"), ("min_group_size = 'off'", "no rule")):
-        assert message in refused("gate", run, "--policy", policy(f"max_epsilon = 8\n[levels]\n{text}"))
+    for text, message in (
+        ("min_mse_bond = 'off'", "min_mse_bound"),
+        ("min_group_size = 'off'", "no rule"),
+    ):
+        assert message in refused(
+            "gate", run, "--policy", policy(f"max_epsilon = 8\n[levels]\n{text}")
+        )
 
 
 def test_the_page_does_not_stop_a_release_for_a_warning(tmp_path: Path) -> None:
-    for levels, stamp in (({"max_gain_over_guessing": "warn"}, "May be released"), ({}, "Do not release")):
+    for levels, stamp in (
+        ({"max_gain_over_guessing": "warn"}, "May be released"),
+        ({}, "Do not release"),
+    ):
         policy = Policy(max_gain_over_guessing=0.1, levels=levels)
         page = write_report(worrying(), tmp_path / "page", policy=policy)
         assert stamp in text_of(page, "verdict")
@@ -108,12 +153,16 @@ def test_the_page_does_not_stop_a_release_for_a_warning(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- several runs
 
 
-def verdict(key: str, limit: float, found: float | None, passed: bool, subject: str = "") -> Verdict:
+def verdict(
+    key: str, limit: float, found: float | None, passed: bool, subject: str = ""
+) -> Verdict:
     return Verdict(key, passed, limit, found, np.arange(0 if passed else 2), "compared", subject)
 
 
 def test_the_worst_run_decides_each_rule() -> None:
-    broken, kept, better = (verdict("max_epsilon", 8.0, found, found <= 8) for found in (9.0, 3.0, 2.0))
+    broken, kept, better = (
+        verdict("max_epsilon", 8.0, found, found <= 8) for found in (9.0, 3.0, 2.0)
+    )
     untold = verdict("max_epsilon", 8.0, None, False)
     for several, source in (
         ({"a": [kept], "b": [broken], "c": [untold]}, "b"),
@@ -127,7 +176,8 @@ def test_the_worst_run_decides_each_rule() -> None:
 
     # another attribute may be the worst in each run; questions are judged one by one
     share = [
-        verdict("min_attribute_error_share", 0.5, value, True, name) for value, name in ((0.9, "age"), (0.7, "dose"))
+        verdict("min_attribute_error_share", 0.5, value, True, name)
+        for value, name in ((0.9, "age"), (0.7, "dose"))
     ]
     assert [each.subject for each in worst_of({"a": share[:1], "b": share[1:]})] == ["dose"]
     asked = [verdict("max_gain_over_guessing", 0.1, 0.05, True, name) for name in ("sex", "member")]
@@ -137,17 +187,27 @@ def test_the_worst_run_decides_each_rule() -> None:
 
 def test_several_runs_of_one_recipe(run: Path, policy: Any, tmp_path: Path) -> None:
     fil = np.linspace(0.2, 0.6, 30)
-    columns = {"fil": fil, "mse_bound": fil**-2, "mse_bound_low": 0.9 * fil**-2, "missed": np.zeros(30, dtype=np.int64)}
+    columns = {
+        "fil": fil,
+        "mse_bound": fil**-2,
+        "mse_bound_low": 0.9 * fil**-2,
+        "missed": np.zeros(30, dtype=np.int64),
+    }
     other = run_file(tmp_path / "b.parquet", columns=columns | {"participations": np.full(30, 9)})
     alone = policy("min_mse_bound = 3.0")
     assert "pessimistic" in refused("gate", run, other, "--policy", alone)
     assert call("gate", run, "--policy", alone).exit_code == 0
     both = policy('min_mse_bound = 3.0\naggregate = "pessimistic"')
-    found, who = call("gate", run, other, "--policy", both, "--list", tmp_path / "who.csv"), tmp_path / "who.csv"
+    found, who = (
+        call("gate", run, other, "--policy", both, "--list", tmp_path / "who.csv"),
+        tmp_path / "who.csv",
+    )
     assert found.exit_code == 1
     assert who.read_text().splitlines()[1:] == [f'"min_mse_bound","{i}"' for i in (26, 27, 28, 29)]
     assert "named twice" in refused("gate", run, run, "--policy", both)
-    assert "b.parquet" not in call("gate", run, other, "--policy", both, "--redacted").stdout, "it leaks more"
+    assert "b.parquet" not in call("gate", run, other, "--policy", both, "--redacted").stdout, (
+        "it leaks more"
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,13 +218,23 @@ def test_several_runs_of_one_recipe(run: Path, policy: Any, tmp_path: Path) -> N
         ("run.size", {}),
     ],
 )
-def test_runs_of_different_recipes_are_refused(run: Path, policy: Any, tmp_path: Path, fact: str, about: Any) -> None:
-    own = {"title": "b", "epsilon": 2.5, "delta": 1e-5, "model": {"name": "Net"}, "mechanism": {"steps": 9}} | about
+def test_runs_of_different_recipes_are_refused(
+    run: Path, policy: Any, tmp_path: Path, fact: str, about: Any
+) -> None:
+    own = {
+        "title": "b",
+        "epsilon": 2.5,
+        "delta": 1e-5,
+        "model": {"name": "Net"},
+        "mechanism": {"steps": 9},
+    } | about
     changes: dict[str, Any] = {"about": own}
     if not about:
         changes |= {"ids": np.arange(3), "columns": {"fil": np.ones(3), "mse_bound": np.ones(3)}}
     other = run_file(tmp_path / "b.parquet", **changes)
-    said = refused("gate", run, other, "--policy", policy('max_epsilon = 8\naggregate = "pessimistic"'))
+    said = refused(
+        "gate", run, other, "--policy", policy('max_epsilon = 8\naggregate = "pessimistic"')
+    )
     assert fact in said
     assert "one recipe" in said
 
@@ -178,13 +248,18 @@ def test_released_models_are_judged_together(run: Path, policy: Any, tmp_path: P
     assert "5 (at δ = 2e-5)" in together.stdout
     assert "note: 2 released models together" in together.stdout
     assert "patient" not in together.stdout
-    assert "leave out" in refused("gate", run, "--released", other, "--baseline", run.with_name("c"), "--fail-if-worse")
+    assert "leave out" in refused(
+        "gate", run, "--released", other, "--baseline", run.with_name("c"), "--fail-if-worse"
+    )
 
 
-# ---------------------------------------------------------------------- pipelines, and other people's logs
+# --------------------------------------------------------------- pipelines, and other people's logs
 
 
-POLICY = "max_epsilon = 2\nmin_mse_bound = 4.0\nmin_attribute_error = { age = 5.0 }\n[levels]\nmax_epsilon = 'warn'\n"
+POLICY = (
+    "max_epsilon = 2\nmin_mse_bound = 4.0\nmin_attribute_error = { age = 5.0 }\n[levels]\n"
+    "max_epsilon = 'warn'\n"
+)
 
 
 def test_sarif_follows_the_standard(run: Path, policy: Any, tmp_path: Path) -> None:
@@ -194,13 +269,18 @@ def test_sarif_follows_the_standard(run: Path, policy: Any, tmp_path: Path) -> N
     (log,) = models.Sarif.model_validate_json((tmp_path / "gate.sarif").read_text()).runs
     (plain,) = json.loads((tmp_path / "gate.sarif").read_text())["runs"]
     lines = {
-        each["ruleId"]: (each["level"], each["kind"], each["locations"][0]["physicalLocation"]["region"]["startLine"])
+        each["ruleId"]: (
+            each["level"],
+            each["kind"],
+            each["locations"][0]["physicalLocation"]["region"]["startLine"],
+        )
         for each in plain["results"]
     }
     assert lines == {
         "max_epsilon": ("warning", "fail", 1),
         "min_mse_bound": ("error", "fail", 2),
-        "min_attribute_error": ("none", "open", 3),  # 3.27.10: a kind other than "fail" has the level "none"
+        # 3.27.10: a kind other than "fail" has the level "none"
+        "min_attribute_error": ("none", "open", 3),
     }
     for result in log.results:
         assert log.tool.driver.rules[result.rule_index].id == result.rule_id
@@ -214,7 +294,10 @@ def numbers(text: str) -> set[str]:
 def test_logs_that_others_read_hold_nothing_that_was_measured(
     run: Path, policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SARIF and annotations always; with --redacted everything but the list: numbers are those of the policy."""
+    """SARIF and annotations always.
+
+    With --redacted everything but the list: numbers are those of the policy.
+    """
     file, summary = policy(POLICY), tmp_path / "summary.md"
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
@@ -230,10 +313,16 @@ def test_logs_that_others_read_hold_nothing_that_was_measured(
     )
     version = numbers(re.search(r'"version": "[^"]+",\s+"rules"', files["sarif"].read_text())[0])  # type: ignore[index]
     fixed = {"95", "95 %"}  # of the words of a rule
-    for text in (found.stdout, found.stderr, summary.read_text(), *(path.read_text() for path in files.values())):
+    for text in (
+        found.stdout,
+        found.stderr,
+        summary.read_text(),
+        *(path.read_text() for path in files.values()),
+    ):
         assert not numbers(text) - allowed - version - fixed, text
         assert "patient" not in text
-    assert "3.6" in call("gate", run, "--policy", file).stdout  # which is what the page and the engineers see
+    # which is what the page and the engineers see
+    assert "3.6" in call("gate", run, "--policy", file).stdout
     assert "3.6" not in call("gate", run, "--policy", file).stderr
     told = [line.split("::")[1].split(" ")[0] for line in found.stderr.splitlines()]
     assert sorted(told) == ["error", "error", "warning"]
@@ -245,29 +334,48 @@ def test_logs_that_others_read_hold_nothing_that_was_measured(
     assert shown in call("gate", above, "--preset", "research").stdout
     assert shown not in call("gate", above, "--preset", "research", "--redacted").stdout
     part = save(load(run).take(np.arange(3)), tmp_path / "part.parquet")
-    found = call("gate", part, "--baseline", run, "--fail-if-worse", "--sarif", files["sarif"], "--redacted")
+    found = call(
+        "gate", part, "--baseline", run, "--fail-if-worse", "--sarif", files["sarif"], "--redacted"
+    )
     assert found.exit_code == 3
     assert "fewer than half" in found.stderr
     assert str(len(load(run))) not in found.stdout + found.stderr.replace(str(tmp_path), "")
 
 
-FORGED = ("::error::", " \u3000::add-mask::", "a\n::error::", "\r::error::", "\u2028::error::", "##[error]")
+FORGED = (
+    "::error::",
+    " \u3000::add-mask::",
+    "a\n::error::",
+    "\r::error::",
+    "\u2028::error::",
+    "##[error]",
+)
 
 
 @pytest.mark.parametrize("redacted", [[], ["--redacted"]])
 def test_no_text_of_a_run_begins_a_line_as_a_command(
     policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, redacted: list[str]
 ) -> None:
-    """Blanks may stand before it. The gate's own annotations are commands, whose data are escaped."""
+    """Blanks may stand before it.
+
+    The gate's own annotations are commands, whose data are escaped.
+    """
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     run = made_up()
     hostile = [f"{FORGED[i % len(FORGED)]}{i}" for i in range(len(run))]
-    changes: dict[str, Any] = {"about": {**run.about, "title": FORGED[0]}, "ids": np.asarray(hostile)}
+    changes: dict[str, Any] = {
+        "about": {**run.about, "title": FORGED[0]},
+        "ids": np.asarray(hostile),
+    }
     changes["groups"] = {name: np.asarray(hostile) for name in FORGED[:2]}
-    changes["attributes"] = dataclasses.replace(run.attributes, names=[f"{each} x" for each in FORGED[:3]])
+    changes["attributes"] = dataclasses.replace(
+        run.attributes, names=[f"{each} x" for each in FORGED[:3]]
+    )
     changes["questions"] = [dataclasses.replace(run.questions[0], name=FORGED[2])]
     path = save(dataclasses.replace(run, **changes), tmp_path / "run.parquet")
-    file = policy("max_gain_over_guessing = 0.01\nmin_mse_bound = 1e9").rename(tmp_path / "::error::.toml")
+    file = policy("max_gain_over_guessing = 0.01\nmin_mse_bound = 1e9").rename(
+        tmp_path / "::error::.toml"
+    )
     gated = ("gate", path, "--policy", file, *redacted, "--list", tmp_path / "::who.csv")
     for command in (
         gated,
@@ -279,7 +387,11 @@ def test_no_text_of_a_run_begins_a_line_as_a_command(
         monkeypatch.chdir(tmp_path)
         found = call(*command)
         assert found.exit_code in (0, 1), found.output
-        own = [line for line in found.stderr.splitlines() if line.startswith("::error title=torchfil gate%3A ")]
+        own = [
+            line
+            for line in found.stderr.splitlines()
+            if line.startswith("::error title=torchfil gate%3A ")
+        ]
         assert len(own) == 2 * (command is gated), found.stderr
         lines = [line for line in re.split("[\\n\\r\\u2028]", found.output) if line not in own]
         assert [line for line in lines if line.lstrip().startswith("::") or "##[" in line] == []
@@ -291,15 +403,27 @@ def test_no_text_of_a_run_begins_a_line_as_a_command(
 ROOT = Path(__file__).parents[2]
 
 
-def acted(folder: Path, step: int = 1, **given: Any) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+def acted(
+    folder: Path, step: int = 1, **given: Any
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """A step of the action as GitHub runs it, and its outputs."""
     action = pytest.importorskip("yaml").safe_load((ROOT / "action.yml").read_text())
-    defaults = {name.upper(): str(each.get("default", "")) for name, each in action["inputs"].items()}
+    defaults = {
+        name.upper(): str(each.get("default", "")) for name, each in action["inputs"].items()
+    }
     out = folder / "output"
     out.write_text("")
     environment = {**os.environ, **defaults, "PYTHON": sys.executable, "GITHUB_OUTPUT": str(out)}
     environment |= {"PYTHONPATH": str(ROOT), "GITHUB_ACTION_PATH": str(folder), **given}
-    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", action["runs"]["steps"][step]["run"]]
+    command = [
+        "bash",
+        "--noprofile",
+        "--norc",
+        "-eo",
+        "pipefail",
+        "-c",
+        action["runs"]["steps"][step]["run"],
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
     return done, out.read_text().splitlines()
 
@@ -314,10 +438,14 @@ def test_the_action_runs_the_gate(tmp_path: Path, run: Path, policy: Any) -> Non
     assert not (tmp_path / "b").exists()
 
 
-def test_no_input_of_the_action_is_an_option_or_an_output(tmp_path: Path, run: Path, policy: Any) -> None:
+def test_no_input_of_the_action_is_an_option_or_an_output(
+    tmp_path: Path, run: Path, policy: Any
+) -> None:
     file, before = policy(POLICY), run.read_bytes()
     for name in ("RUNS", "POLICY", "PRESET", "BASELINE", "TOLERANCE", "RELEASED"):
-        given = {"RUNS": str(run), "POLICY": str(file)} | ({"POLICY": ""} if name == "PRESET" else {})
+        given = {"RUNS": str(run), "POLICY": str(file)} | (
+            {"POLICY": ""} if name == "PRESET" else {}
+        )
         given[name] = (f"{run}\n" if name == "RUNS" else "") + "--json-file=lost"
         done, told = acted(tmp_path, **given)
         assert (done.returncode, told) == (2, ["outcome=bad input"]), name

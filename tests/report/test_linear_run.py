@@ -1,4 +1,6 @@
-"""A linear model's run: the closed forms of torchfil.glm in the file, the page and the gate that training runs have."""
+"""A linear model's run: the closed forms of torchfil.glm in the file, the page and the gate that
+training runs have.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def patients() -> tuple[Any, np.ndarray, np.ndarray]:
     return LinearRegression(l2=0.01, fit_intercept=True).fit(X, y), X, y
 
 
-ASKED: dict[str, Any] = {"genotype": NominalAttribute([1, 2], CODES, ["CC", "CT", "TT"]), "there": Absent()}
+ASKED: dict[str, Any] = {
+    "genotype": NominalAttribute([1, 2], CODES, ["CC", "CT", "TT"]),
+    "there": Absent(),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -59,12 +64,18 @@ def test_numbers_are_those_of_the_library_and_of_the_jacobian(case: str) -> None
     for j in range(X.shape[1]):
         assert np.allclose(run.attributes.error[:, j], np.sqrt(bound[str(j)]), rtol=1e-6)
     known = linear_run(model, X, y, SIGMA, scales=None, private_target=False)
-    assert np.allclose(known.columns["fil"], model.fil(X, y, SIGMA, kind="trace", private_target=False))
+    assert np.allclose(
+        known.columns["fil"], model.fil(X, y, SIGMA, kind="trace", private_target=False)
+    )
 
     for private_target in (False, True):
         sensitivity = model.sensitivity(X, y, private_target=private_target)
-        squared = np.stack([sensitivity.jacobian(i).square().sum(dim=0).numpy() for i in range(len(X))])
-        assert np.allclose(sensitivity.diagonal(slice(0, len(X))).numpy(), squared, rtol=1e-9, atol=1e-15)
+        squared = np.stack(
+            [sensitivity.jacobian(i).square().sum(dim=0).numpy() for i in range(len(X))]
+        )
+        assert np.allclose(
+            sensitivity.diagonal(slice(0, len(X))).numpy(), squared, rtol=1e-9, atol=1e-15
+        )
     t = sensitivity.num_coordinates - X.shape[1]
     shares = np.unique(y, return_counts=True)[1] / len(y)
     of_target = y.std() if t == 1 else np.sqrt((shares * (1 - shares)).sum() / t)
@@ -76,7 +87,9 @@ def test_numbers_are_those_of_the_library_and_of_the_jacobian(case: str) -> None
 def test_attributes_of_several_columns_and_only_those_are_private(patients: Any) -> None:
     model, X, y = patients
     named = {"genotype": [1, 2]}
-    run = linear_run(model, X, y, SIGMA, attributes=named, attribute_units={"genotype": "0/1"}, scales=None)
+    run = linear_run(
+        model, X, y, SIGMA, attributes=named, attribute_units={"genotype": "0/1"}, scales=None
+    )
     assert (run.attributes.names, run.attributes.units) == (["genotype"], ["0/1"])
     want = model.mse_bound(X, y, SIGMA, attributes=named)["genotype"]
     assert np.allclose(run.columns["mse_bound"], want)
@@ -96,7 +109,9 @@ def test_questions_are_exact_and_not_merely_bounded(patients: Any) -> None:
         assert np.allclose(record.success(), 0.5 * (1 + erf(two / 8**0.5)))
     assert [record.answers for record in run.questions] == [["CC", "CT", "TT"], ["absent"], ["+10"]]
     assert [record.complete for record in run.questions] == [True, False, False]
-    precomputed = linear_run(model, X, y, 0.05, questions={"age": guess(model, X, y, asked["age"], 0.05)})
+    precomputed = linear_run(
+        model, X, y, 0.05, questions={"age": guess(model, X, y, asked["age"], 0.05)}
+    )
     assert np.allclose(precomputed.questions[0].divergence, run.questions[2].divergence)
 
 
@@ -109,9 +124,14 @@ def test_weights_of_irfil_and_several_releases_together(patients: Any) -> None:
     assert np.allclose(run.columns["sample_weight"], reweighted.sample_weight)
     assert run.about["linear"]["reweighted"] is True
 
-    once, twice = linear_run(model, X, y, SIGMA), linear_run(Composition([(model, SIGMA)] * 2), X, y, None)
+    once, twice = (
+        linear_run(model, X, y, SIGMA),
+        linear_run(Composition([(model, SIGMA)] * 2), X, y, None),
+    )
     assert np.allclose(twice.columns["fil"], 2**0.5 * once.columns["fil"])
-    both = Composition([(model, SIGMA), (LinearRegression(l2=1.0, fit_intercept=True).fit(X, y), 0.1)])
+    both = Composition(
+        [(model, SIGMA), (LinearRegression(l2=1.0, fit_intercept=True).fit(X, y), 0.1)]
+    )
     run = linear_run(both, X, y, None, scales=None)
     assert np.allclose(run.columns["fil"], both.fil(X, y, kind="trace"))
     assert run.about["mechanism"]["releases"] == 2
@@ -121,7 +141,9 @@ def test_weights_of_irfil_and_several_releases_together(patients: Any) -> None:
         linear_run(both, X, y, None, questions={"there": Absent()})
 
 
-def test_the_file_holds_it_all_and_nothing_of_one_row_is_public(patients: Any, tmp_path: Path) -> None:
+def test_the_file_holds_it_all_and_nothing_of_one_row_is_public(
+    patients: Any, tmp_path: Path
+) -> None:
     model, X, y = patients
     options: dict[str, Any] = {
         "ids": [f"p{i}" for i in range(60)],
@@ -153,14 +175,23 @@ def test_the_file_holds_it_all_and_nothing_of_one_row_is_public(patients: Any, t
     with pytest.raises(ValueError, match="score_by_noise"):
         replace(run, about={**run.about, "linear": {"score_by_noise": ["high"]}})
     assert summary_of(page)["about"]["kind"] == "linear"
-    assert summarise(run, redacted=True).about["mechanism"] == {"sigma": 0.05, "l2": 0.01, "releases": 1}
+    assert summarise(run, redacted=True).about["mechanism"] == {
+        "sigma": 0.05,
+        "l2": 0.01,
+        "releases": 1,
+    }
 
 
 def test_a_blind_guess_is_known_from_the_rows(patients: Any) -> None:
-    """If all is private, the mean of other rows, in deviations; attributes of several columns by theirs together."""
+    """If all is private, the mean of other rows, in deviations.
+
+    Attributes of several columns by theirs together.
+    """
     model, X, y = patients
     others = len(X) / (len(X) - 1)  # a mean that leaves the row out errs so much more
-    run = linear_run(model, X, y, SIGMA, attributes={"age": [0], "genotype": [1, 2]}, private_target=True)
+    run = linear_run(
+        model, X, y, SIGMA, attributes={"age": [0], "genotype": [1, 2]}, private_target=True
+    )
     assert run.baselines.knows == "the mean of all examples"
     assert blind_error_of_inputs(run) == pytest.approx(others)
     shares = X[:, 1:].mean(axis=0)
@@ -178,7 +209,10 @@ def test_a_blind_guess_is_known_from_the_rows(patients: Any) -> None:
 
 
 def test_a_blind_guess_knows_targets_and_columns_that_are_not_private() -> None:
-    """A column from another and the target by least squares; of classes, the best of their own mean and everybody's."""
+    """A column from another and the target by least squares.
+
+    Of classes, the best of their own mean and everybody's.
+    """
     rng = np.random.default_rng(0)
     X = rng.normal(size=(150, 2)) @ np.array([[1.0, 0.8], [0.0, 1.0]])
     y = X[:, 0] + 0.3 * rng.normal(size=150)
@@ -188,7 +222,9 @@ def test_a_blind_guess_knows_targets_and_columns_that_are_not_private() -> None:
     left = (X[:, 0] - hat @ X[:, 0]) / (1 - np.diag(hat))
     assert run.baselines.knows == "a linear fit on what is public"
     assert float(blind_errors(run)[0, 0]) == pytest.approx(np.sqrt(np.mean(left**2)), rel=0.02)
-    assert run.baselines.errors[0] * X[:, 0].std() == pytest.approx(run.baselines.attribute_errors[0, 0])
+    assert run.baselines.errors[0] * X[:, 0].std() == pytest.approx(
+        run.baselines.attribute_errors[0, 0]
+    )
 
     y = np.repeat(["a", "b", "c"], 50)
     X += 3 * (y == "b")[:, None]

@@ -1,4 +1,6 @@
-"""The live page: whom the server answers, what the page says of its file, and both in a real browser."""
+"""The live page: whom the server answers, what the page says of its file, and both in a real
+browser.
+"""
 
 from __future__ import annotations
 
@@ -66,9 +68,15 @@ def test_it_listens_on_the_loopback_address_only(asked: Asked) -> None:
     listening = Path("/proc/net/tcp")
     if listening.exists():  # what the system says, of all interfaces
         port = f"{asked.server.port:04X}"
-        places = [line.split()[1] for line in listening.read_text().splitlines()[1:] if line.split()[3] == "0A"]
+        places = [
+            line.split()[1]
+            for line in listening.read_text().splitlines()[1:]
+            if line.split()[3] == "0A"
+        ]
         assert [place for place in places if place.endswith(f":{port}")] == [f"0100007F:{port}"]
-        over_ipv6 = [line.split()[1] for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
+        over_ipv6 = [
+            line.split()[1] for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]
+        ]
         assert not [place for place in over_ipv6 if place.endswith(f":{port}")]
 
 
@@ -78,7 +86,14 @@ def test_only_the_secret_address_is_answered(asked: Asked) -> None:
     assert "step 50 of this run" in page
     assert len(asked.path) >= 40
     other = "A" if asked.path[-1] != "A" else "B"
-    for path in ("/", "/favicon.ico", asked.path[:-1], asked.path[:-1] + other, asked.path + "/..", "/../run.parquet"):
+    for path in (
+        "/",
+        "/favicon.ico",
+        asked.path[:-1],
+        asked.path[:-1] + other,
+        asked.path + "/..",
+        "/../run.parquet",
+    ):
         answer, page = asked(path)
         assert (answer.status, "step" in page) == (404, False), path
     twin = Asked(Path("nowhere.parquet"))
@@ -86,7 +101,9 @@ def test_only_the_secret_address_is_answered(asked: Asked) -> None:
     stopped(twin)
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:{}", "127.0.0.1", "127.0.0.1:1", "0.0.0.0:{}", ""])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:{}", "127.0.0.1", "127.0.0.1:1", "0.0.0.0:{}", ""]
+)
 def test_other_hosts_are_refused_even_with_the_secret(asked: Asked, host: str) -> None:
     answer, page = asked(host=host.format(asked.server.port))
     assert (answer.status, "Do not release" in page) == (421, False)
@@ -95,7 +112,11 @@ def test_other_hosts_are_refused_even_with_the_secret(asked: Asked, host: str) -
 @pytest.mark.parametrize("site", ["cross-site", "same-site", "nonsense"])
 def test_requests_from_pages_of_other_sites_are_refused(asked: Asked, site: str) -> None:
     assert asked(Sec_Fetch_Site=site)[0].status == 403
-    assert asked(Sec_Fetch_Site="same-origin")[0].status == asked(Sec_Fetch_Site="none")[0].status == 200
+    assert (
+        asked(Sec_Fetch_Site="same-origin")[0].status
+        == asked(Sec_Fetch_Site="none")[0].status
+        == 200
+    )
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
@@ -107,12 +128,23 @@ def test_other_methods_are_refused(asked: Asked, method: str) -> None:
 
 def test_every_answer_keeps_other_sites_out(asked: Asked) -> None:
     etag = asked()[0].headers["ETag"]
-    answers = [asked(), asked("/"), asked(host="evil.example"), asked(method="POST"), asked(method="TRACE")]
+    answers = [
+        asked(),
+        asked("/"),
+        asked(host="evil.example"),
+        asked(method="POST"),
+        asked(method="TRACE"),
+    ]
     answers += [asked(method="HEAD"), asked(If_None_Match=etag)]
     assert [answer.status for answer, _ in answers] == [200, 404, 421, 405, 501, 200, 304]
     for answer, _ in answers:
         policy = answer.headers["Content-Security-Policy"].split("; ")
-        assert {"default-src 'none'", "frame-ancestors 'none'", "base-uri 'none'", "form-action 'none'"} <= {*policy}
+        assert {
+            "default-src 'none'",
+            "frame-ancestors 'none'",
+            "base-uri 'none'",
+            "form-action 'none'",
+        } <= {*policy}
         assert "unsafe" not in next(part for part in policy if part.startswith("script-src"))
         assert answer.headers["X-Frame-Options"] == "DENY"
         assert answer.headers["X-Content-Type-Options"] == "nosniff"
@@ -169,28 +201,39 @@ def waited(browser: Any, holds: Any) -> None:
     WebDriverWait(browser, 20).until(holds)
 
 
-def test_the_page_renews_itself_and_keeps_its_place(browser: Any, asked: Asked, tmp_path: Path) -> None:
+def test_the_page_renews_itself_and_keeps_its_place(
+    browser: Any, asked: Asked, tmp_path: Path
+) -> None:
     from tests.report.in_browser import complaints, text_of
 
     browser.get(asked.server.url)
     waited(browser, lambda _: "Training is writing" in text_of(browser, "#live"))
     histogram = browser.execute_script("return document.querySelector('#closeness').innerHTML")
-    browser.execute_script("window.here = true; scrollTo(0, 600); const h = document.querySelector('#most-exposed h2');"
-                           "h.tabIndex = 0; h.focus({ preventScroll: true });")  # fmt: skip
+    browser.execute_script(
+        "window.here = true; scrollTo(0, 600); const h = document.querySelector('#most-exposed "
+        "h2');h.tabIndex = 0; h.focus({ preventScroll: true });"
+    )
     before = browser.execute_script("return scrollY")
     run = run_at(100, seed=1)
     columns = {**run.columns, "mse_bound_low": 1e-3 * run.columns["mse_bound_low"]}
     save(replace(run, columns=columns), tmp_path / "run.parquet")
     waited(browser, lambda _: "step 100 of this run" in text_of(browser, "#live"))
-    assert browser.execute_script("return document.querySelector('#closeness').innerHTML") != histogram
-    assert browser.execute_script("return [window.here, scrollY]") == [True, before], "the page was not loaded again"
+    assert (
+        browser.execute_script("return document.querySelector('#closeness').innerHTML") != histogram
+    )
+    assert browser.execute_script("return [window.here, scrollY]") == [True, before], (
+        "the page was not loaded again"
+    )
     assert complaints(browser) == []
 
     # a file that is gone leaves the numbers; the verdict is spoken when it changes
     (tmp_path / "run.parquet").unlink()
     waited(browser, lambda _: "no file" in text_of(browser, "#live"))
     assert "step 100 of this run" in text_of(browser, "#live")
-    assert browser.execute_script("return document.getElementById('said').getAttribute('role')") == "status"
+    assert (
+        browser.execute_script("return document.getElementById('said').getAttribute('role')")
+        == "status"
+    )
     stopped(asked)
     waited(browser, lambda _: "The watch has ended" in text_of(browser, "#live"))
     asked.server = LiveServer(asked.server.page)
@@ -203,7 +246,10 @@ def test_another_origin_can_neither_embed_nor_fetch_it(browser: Any, asked: Aske
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
             self.end_headers()
-            self.wfile.write(f'<iframe src="{asked.server.url}"></iframe><a href="{asked.server.url}">x</a>'.encode())
+            self.wfile.write(
+                f'<iframe src="{asked.server.url}"></iframe><a '
+                f'href="{asked.server.url}">x</a>'.encode()
+            )
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -219,8 +265,9 @@ def test_another_origin_can_neither_embed_nor_fetch_it(browser: Any, asked: Aske
             browser.switch_to.default_content()
             for mode in ("cors", "no-cors"):
                 fetched = browser.execute_async_script(
-                    "const done = arguments[2]; fetch(arguments[0], { mode: arguments[1] }).then((answer) => "
-                    "answer.text()).then((text) => done('read ' + text)).catch(() => done('refused'))",
+                    "const done = arguments[2]; fetch(arguments[0], { mode: arguments[1] "
+                    "}).then((answer) => answer.text()).then((text) => done('read ' + "
+                    "text)).catch(() => done('refused'))",
                     asked.server.url,
                     mode,
                 )
@@ -246,10 +293,17 @@ def test_the_page_is_accessible(browser: Any, asked: Asked) -> None:
 
 def test_the_excess_is_closed_without_a_thread(asked: Asked) -> None:
     def serving() -> int:
-        work = [getattr(each, "_target", None) for each in threading.enumerate() if "process_request" in each.name]
-        return sum(getattr(each, "__self__", None) is asked.server for each in work)  # other tests' may still end
+        work = [
+            getattr(each, "_target", None)
+            for each in threading.enumerate()
+            if "process_request" in each.name
+        ]
+        # other tests' may still end
+        return sum(getattr(each, "__self__", None) is asked.server for each in work)
 
-    slow = [socket.create_connection(("127.0.0.1", asked.server.port), timeout=20) for _ in range(40)]
+    slow = [
+        socket.create_connection(("127.0.0.1", asked.server.port), timeout=20) for _ in range(40)
+    ]
     for each in slow[16:]:
         assert each.recv(1) == b""
     assert serving() == 16
@@ -264,7 +318,10 @@ def test_slow_requests_end_at_their_deadline_and_the_server_does_not_wait(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "_SECONDS", 0.3)
-    with socket.create_connection(("127.0.0.1", asked.server.port)) as slow, pytest.raises(ConnectionError):
+    with (
+        socket.create_connection(("127.0.0.1", asked.server.port)) as slow,
+        pytest.raises(ConnectionError),
+    ):
         while True:  # each byte comes in time
             slow.sendall(b"a")
             time.sleep(0.05)

@@ -1,4 +1,6 @@
-"""A model whose gradient jumps: what rests on Fisher information cannot be answered, and every reader learns so."""
+"""A model whose gradient jumps: what rests on Fisher information cannot be answered, and every
+reader learns so.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ class Pooled(nn.Module):
 
 
 def jumping(run: SavedRun, jumps: list[str] = JUMPS) -> SavedRun:
-    return dataclasses.replace(run, about=run.about | {"model": {"name": "Net", "not_smooth": jumps}})
+    return dataclasses.replace(
+        run, about=run.about | {"model": {"name": "Net", "not_smooth": jumps}}
+    )
 
 
 def smooth(layer: nn.Module) -> nn.Module:
@@ -89,21 +93,33 @@ def smooth(layer: nn.Module) -> nn.Module:
     ],
 )
 @pytest.mark.filterwarnings("ignore:the model calls")
-def test_a_run_says_what_of_its_model_is_not_smooth(model: nn.Module, named: list[str], tmp_path: Path) -> None:
+def test_a_run_says_what_of_its_model_is_not_smooth(
+    model: nn.Module, named: list[str], tmp_path: Path
+) -> None:
     one = train(data(60), steps=20, module=model.double(), questions={"member": Absent()})
     run = load(one.engine.save_run(tmp_path / "run.parquet", delta=1e-3))
     assert run.about["model"]["not_smooth"] == named
 
     # a run that was resumed, and has taken no step itself
     resumed, *_ = make(
-        data(60), copy.deepcopy(model), noise_multiplier=SIGMA, max_grad_norm=C, questions={"member": Absent()}, seed=3
+        data(60),
+        copy.deepcopy(model),
+        noise_multiplier=SIGMA,
+        max_grad_norm=C,
+        questions={"member": Absent()},
+        seed=3,
     )
     resumed.load_state_dict(one.engine.state_dict())
     again = load(resumed.save_run(tmp_path / "resumed.parquet", delta=1e-3))
     assert again.about["model"]["not_smooth"] == named
 
     # by the policy of the template, the least error cannot be answered; ε and the question are
-    policy = Policy(min_error_share=0.5, max_gain_over_guessing=0.5, max_epsilon=1000.0, max_share_too_few_draws=1.0)
+    policy = Policy(
+        min_error_share=0.5,
+        max_gain_over_guessing=0.5,
+        max_epsilon=1000.0,
+        max_share_too_few_draws=1.0,
+    )
     states = {verdict.key: verdict.state for verdict in check(run, policy)}
     assert states["max_epsilon"] == states["max_gain_over_guessing"] == "kept"
     assert (states["min_error_share"] == "unknown") is bool(named)
@@ -113,7 +129,15 @@ def test_a_run_says_what_of_its_model_is_not_smooth(model: nn.Module, named: lis
 def test_rules_on_fisher_information_cannot_be_answered_and_others_can() -> None:
     assert {rule.key for rule in RULES.values() if rule.fisher} == OF_FISHER.keys()
     assert RULES.keys() == OF_FISHER.keys() | OTHERS.keys() | {"max_worsening"}
-    policy = parse_policy({**OF_FISHER, **OTHERS, "mse_bound_of_concern": 1.0, "min_group_size": 2, "blind_error": 1.0})
+    policy = parse_policy(
+        {
+            **OF_FISHER,
+            **OTHERS,
+            "mse_bound_of_concern": 1.0,
+            "min_group_size": 2,
+            "blind_error": 1.0,
+        }
+    )
     run = owned(20)
     before = {verdict.rule: verdict for verdict in check(run, policy)}
     after = {verdict.rule: verdict for verdict in check(jumping(run), policy)}
@@ -121,7 +145,10 @@ def test_rules_on_fisher_information_cannot_be_answered_and_others_can() -> None
         kept = [(v.passed, v.found, v.rule) for v in before.values() if v.key == key]
         assert kept == [(v.passed, v.found, v.rule) for v in after.values() if v.key == key]
     for key in OF_FISHER:
-        assert {verdict.state for verdict in before.values() if verdict.key == key} <= {"kept", "unknown"}
+        assert {verdict.state for verdict in before.values() if verdict.key == key} <= {
+            "kept",
+            "unknown",
+        }
         found = [verdict for verdict in after.values() if verdict.key == key]
         assert found
         for verdict in found:
@@ -136,7 +163,9 @@ def test_rules_on_fisher_information_cannot_be_answered_and_others_can() -> None
 def test_a_comparison_with_an_earlier_run_is_of_d_and_epsilon_alone() -> None:
     policy = Policy(max_worsening=0.1)
     for before, after in ((made_up(), jumping(made_up())), (jumping(made_up()), made_up())):
-        states = {v.subject: v.state for v in check(after, policy, before) if v.key == "max_worsening"}
+        states = {
+            v.subject: v.state for v in check(after, policy, before) if v.key == "max_worsening"
+        }
         assert states == {
             "all examples together": "unknown",
             "the 5 % most exposed": "unknown",
@@ -165,7 +194,10 @@ def test_cards_and_the_command_line_say_it(tmp_path: Path) -> None:
     assert found["notes"][0].startswith("the model is not smooth (layer 1 (ReLU), ")
     told: list[Any] = sarif(check(run, policy), None)["runs"][0]["results"]
     assert {each["ruleId"] for each in told} == {"min_error_share", "max_share_exposed"}
-    assert all("the model is not smooth: replace layer 1 (ReLU)" in each["message"]["text"] for each in told)
+    assert all(
+        "the model is not smooth: replace layer 1 (ReLU)" in each["message"]["text"]
+        for each in told
+    )
     earlier = save(worrying(safe=True), tmp_path / "earlier.parquet")
     assert "The second run’s model is not smooth" in call("compare", earlier, path).stdout
 

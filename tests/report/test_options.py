@@ -1,8 +1,9 @@
-"""What is advised was tried: runs of several kinds are trained again as advised, and the gate finds what was promised.
+"""What is advised was tried: runs of several kinds are trained again as advised, and the gate finds
+what was promised.
 
-What each case promises was written before the margin was chosen, and the margin was chosen on other networks, data and
-seeds than these. Those that asked
-for more than five times the noise, or for another number of steps, which is not predicted, are gone.
+What each case promises was written before the margin was chosen, and the margin was chosen on other
+networks, data and seeds than these. Those that asked for more than five times the noise, or for
+another number of steps, which is not predicted, are gone.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def patients(n: int, d: int, seed: int, *, numbers: bool = False) -> tuple[Tenso
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, d, generator=generator)
     x[: n // 25] *= 2.5
-    y = (x @ torch.randn(d, 1, generator=generator) + torch.randn(n, 1, generator=generator)) / d**0.5
+    y = (
+        x @ torch.randn(d, 1, generator=generator) + torch.randn(n, 1, generator=generator)
+    ) / d**0.5
     return x, y if numbers else (y[:, 0] > 0).long()
 
 
@@ -61,7 +64,9 @@ def digits(n: int) -> tuple[Tensor, Tensor]:
     from sklearn.datasets import load_digits
 
     found = load_digits()
-    return torch.tensor(found.images[:n], dtype=torch.float32)[:, None] / 16, torch.tensor(found.target[:n])
+    return torch.tensor(found.images[:n], dtype=torch.float32)[:, None] / 16, torch.tensor(
+        found.target[:n]
+    )
 
 
 def perceptron(d: int, outputs: int = 2) -> nn.Module:
@@ -69,15 +74,29 @@ def perceptron(d: int, outputs: int = 2) -> nn.Module:
 
 
 def convolutional() -> nn.Module:
-    layers = nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(64, 10)
+    layers = (
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64, 10),
+    )
     return nn.Sequential(*layers)
 
 
 def network(
-    data: tuple[Tensor, Tensor], module: Callable[[], nn.Module], *, batch: int = 50, lr: float = 0.2, **options: Any
+    data: tuple[Tensor, Tensor],
+    module: Callable[[], nn.Module],
+    *,
+    batch: int = 50,
+    lr: float = 0.2,
+    **options: Any,
 ) -> Train:
     """Trains it privately, with new weights, draws and noise for every seed, and saves the run."""
-    loss, kind = options.pop("criterion", nn.CrossEntropyLoss()), options.pop("optimizer", torch.optim.SGD)
+    loss, kind = (
+        options.pop("criterion", nn.CrossEntropyLoss()),
+        options.pop("optimizer", torch.optim.SGD),
+    )
 
     def train(sigma: float, steps: int, seed: int, folder: Path) -> SavedRun:
         torch.manual_seed(seed)
@@ -85,20 +104,31 @@ def network(
         shuffled = torch.Generator().manual_seed(seed)
         plain = DataLoader(TensorDataset(*data), batch_size=batch, shuffle=True, generator=shuffled)
         given = {"criterion": loss, "noise_multiplier": sigma, "max_grad_norm": 1.0, **options}
-        nobodys = SimpleNamespace(value=torch.zeros(len(data[0])))  # individual ε, of which no case asks, takes longest
-        with warnings.catch_warnings(), mock.patch("torchfil.engine.reading.epsilons", return_value=nobodys):
+        # individual ε, of which no case asks, takes longest
+        nobodys = SimpleNamespace(value=torch.zeros(len(data[0])))
+        with (
+            warnings.catch_warnings(),
+            mock.patch("torchfil.engine.reading.epsilons", return_value=nobodys),
+        ):
             warnings.simplefilter("ignore")
             *_, loader = engine.make_private(own, kind(own.parameters(), lr=lr), plain, **given)
             batches = (each for _ in range(steps) for each in loader)
             for _ in range(steps):
                 engine.train_step(*next(batches))
-            return load(engine.save_run(folder / f"{seed}.parquet", delta=DELTA, records=False, hash_data=False))
+            return load(
+                engine.save_run(
+                    folder / f"{seed}.parquet", delta=DELTA, records=False, hash_data=False
+                )
+            )
 
     return train
 
 
 def linear(kind: Any, n: int, d: int, **options: Any) -> Train:
-    """A linear model's release; the seed changes the noise alone, of which no number of a run file depends."""
+    """A linear model's release.
+
+    The seed changes the noise alone, of which no number of a run file depends.
+    """
     x, y = patients(n, d, 31, numbers=kind is LinearRegression)
     X, targets = x.double().numpy(), y.double().numpy().reshape(-1)
     fitted = kind(l2=0.01, fit_intercept=True).fit(X, targets)
@@ -112,8 +142,8 @@ def linear(kind: Any, n: int, d: int, **options: Any) -> Train:
 class Case:
     """A run, and a policy that it breaks.
 
-    ``times`` are limits as multiples of what the first run found; ``limits`` are numbers. All rules that are broken are
-    promised to hold.
+    ``times`` are limits as multiples of what the first run found; ``limits`` are numbers. All rules
+    that are broken are promised to hold.
     """
 
     name: str
@@ -129,7 +159,9 @@ class Case:
         loose = {key: 1e-9 if key.startswith("min_") else 0.0 for key in self.times}
         found = {verdict.key: verdict.found for verdict in check(run, Policy(**loose))}
         own = {key: factor * (found[key] or 0.0) for key, factor in self.times.items()}
-        return Policy(**{"allow_seeded_noise": True, "max_share_too_few_draws": 0.01, **own, **self.limits})
+        return Policy(
+            **{"allow_seeded_noise": True, "max_share_too_few_draws": 0.01, **own, **self.limits}
+        )
 
 
 MEMBER = {"member": Absent()}
@@ -138,7 +170,14 @@ ERROR, ATTRIBUTE = {"min_error_share"}, {"min_attribute_error_share"}
 GAIN, EPSILON = {"max_gain_over_guessing"}, {"max_epsilon"}
 TABLE, ROWS, PICTURES = patients(250, 6, 21), patients(300, 4, 22), digits(250)
 CASES = [
-    Case("logistic, table", network(TABLE, lambda: nn.Linear(6, 2)), 1.0, 100, ERROR, {"min_error_share": 2.0}),
+    Case(
+        "logistic, table",
+        network(TABLE, lambda: nn.Linear(6, 2)),
+        1.0,
+        100,
+        ERROR,
+        {"min_error_share": 2.0},
+    ),
     Case(
         *("perceptron, known batches, two questions",),
         network(ROWS, lambda: perceptron(4), poisson_sampling=False, questions=BRIGHTER),
@@ -146,15 +185,26 @@ CASES = [
     ),
     Case(
         *("digits, three rules", network(PICTURES, convolutional, questions=MEMBER, lr=0.5)),
-        *(0.8, 80, ERROR | GAIN | EPSILON, {"min_error_share": 1.5}, {"max_gain_over_guessing": 0.3, "max_epsilon": 8}),
+        *(
+            0.8,
+            80,
+            ERROR | GAIN | EPSILON,
+            {"min_error_share": 1.5},
+            {"max_gain_over_guessing": 0.3, "max_epsilon": 8},
+        ),
     ),
     Case(
         *("digits, attributes", network(PICTURES, convolutional, track=("diagonal",), lr=0.5)),
         *(1.0, 80, ATTRIBUTE, {"min_attribute_error_share": 1.5}),
     ),
-    Case("linear model", linear(LinearRegression, 1500, 5), 0.01, 0, ERROR, {"min_error_share": 3.0}),
     Case(
-        *("logistic model, membership", linear(LogisticRegression, 400, 4, questions={"member": AbsentRow()})),
+        "linear model", linear(LinearRegression, 1500, 5), 0.01, 0, ERROR, {"min_error_share": 3.0}
+    ),
+    Case(
+        *(
+            "logistic model, membership",
+            linear(LogisticRegression, 400, 4, questions={"member": AbsentRow()}),
+        ),
         *(0.02, 0, GAIN, {"max_gain_over_guessing": 0.4}),
     ),
 ]
@@ -189,11 +239,17 @@ def accountants(releases: list[tuple[float, float, int]]) -> float:
         return float(accountant.get_epsilon(1e-5))
 
 
-def sampled(steps: int = 300, rate: float = 0.07, sigma: float = 1.0, n: int = 2000, seed: int = 0) -> SavedRun:
-    """As the demo was: Poisson sampling, a lower end for everybody who was drawn five times, a question."""
+def sampled(
+    steps: int = 300, rate: float = 0.07, sigma: float = 1.0, n: int = 2000, seed: int = 0
+) -> SavedRun:
+    """As the demo was: Poisson sampling, a lower end for everybody who was drawn five times, a
+    question.
+    """
     rng = np.random.default_rng(seed)
     drawn = rng.binomial(steps, rate, size=n)
-    bound = np.where(drawn > 0, 40 * sigma**2 / np.maximum(drawn, 1) * rng.lognormal(sigma=0.3, size=n), np.inf)
+    bound = np.where(
+        drawn > 0, 40 * sigma**2 / np.maximum(drawn, 1) * rng.lognormal(sigma=0.3, size=n), np.inf
+    )
     columns = {
         "fil": bound**-0.5,
         "mse_bound": bound,
@@ -208,8 +264,12 @@ def sampled(steps: int = 300, rate: float = 0.07, sigma: float = 1.0, n: int = 2
     about = {"mechanism": mechanism, "delta": 1e-5, "epsilon": accountants([(sigma, rate, steps)])}
     run = made_up(n, attacks=[], groups={}, attributes=None, texts=None, rounds={}, history={})
     no = Spread(*np.zeros((4, 0)))
-    blind = Baselines(no, {}, "the mean of the example’s label", np.asarray([1.0, 1.2]), np.zeros((1, 0)))
-    return dataclasses.replace(run, about=about, columns=columns, questions=[asked], baselines=blind)
+    blind = Baselines(
+        no, {}, "the mean of the example’s label", np.asarray([1.0, 1.2]), np.zeros((1, 0))
+    )
+    return dataclasses.replace(
+        run, about=about, columns=columns, questions=[asked], baselines=blind
+    )
 
 
 def advised(run: SavedRun, **limits: Any) -> Options:
@@ -218,19 +278,25 @@ def advised(run: SavedRun, **limits: Any) -> Options:
 
 
 def test_the_prediction_of_a_linear_model_is_the_model_with_that_noise() -> None:
-    """Closed forms: bounds, errors of attributes and divergences are those of the release with σ'."""
+    """Closed forms: bounds, errors of attributes and divergences are those of the release with
+    σ'.
+    """
     train = linear(LinearRegression, 50, 3, questions={"member": AbsentRow()})
     then, truth = with_noise(train(0.1, 0, 0, Path()), 0.35), train(0.35, 0, 0, Path())
     for name in ("fil", "mse_bound", "mse_bound_low"):
         np.testing.assert_allclose(then.columns[name], truth.columns[name])
     np.testing.assert_allclose(then.attributes.error_low, truth.attributes.error_low, rtol=1e-6)
-    np.testing.assert_allclose(then.questions[0].divergence_high, truth.questions[0].divergence_high)
+    np.testing.assert_allclose(
+        then.questions[0].divergence_high, truth.questions[0].divergence_high
+    )
 
 
 @pytest.mark.parametrize("rate", [None, 0.01, 0.2, 0.9])
 @pytest.mark.parametrize("factor", [1.1, 4.0, 100.0])
 def test_noise_lowers_leakage_at_least_as_predicted(rate: float | None, factor: float) -> None:
-    """Of a step: D/f with known batches, less with secret draws; and κ/s², whose κ falls with the noise.
+    """Of a step: D/f with known batches, less with secret draws.
+
+    And κ/s², whose κ falls with the noise.
 
     Where nearly everybody is drawn, both may be up to 7.1 % above.
     """
@@ -241,7 +307,9 @@ def test_noise_lowers_leakage_at_least_as_predicted(rate: float | None, factor: 
         assert bool((then <= most * now / factor).all())
         assert rate is not None or torch.allclose(then, now / factor)
     if rate is not None:
-        for now, then in zip(*(poisson_amplification((size / f).sqrt(), rate) for f in (1.0, factor)), strict=True):
+        for now, then in zip(
+            *(poisson_amplification((size / f).sqrt(), rate) for f in (1.0, factor)), strict=True
+        ):
             assert bool((then <= most * now).all())
 
 
@@ -259,17 +327,26 @@ def test_epsilon_is_the_accountants(sigma: float, rate: float, steps: int) -> No
 
 @pytest.mark.parametrize(("steps", "offered"), [(300, True), (174, False), (99, False)])
 def test_noise_is_offered_only_where_fresh_draws_tell_of_enough(steps: int, offered: bool) -> None:
-    """With 174 steps 0.2 % are untold in this run, 0.24 % are expected in the next, and 0.4 % may well be."""
+    """With 174 steps 0.2 % are untold in this run, 0.24 % are expected in the next, and 0.4 % may
+    well be.
+    """
     run = sampled(steps=steps)
-    untold = (np.random.default_rng(1).binomial(steps, 0.07, size=(1000, len(run))) < 5).mean(axis=1)
+    untold = (np.random.default_rng(1).binomial(steps, 0.07, size=(1000, len(run))) < 5).mean(
+        axis=1
+    )
     limit = max(float((~is_told(run)).mean()), binom.cdf(4, 174, 0.07)) if steps == 174 else 0.01
     assert (np.quantile(untold, 0.95) <= limit) is np.bool_(offered)
     found = advised(run, min_error_share=1.0, max_share_too_few_draws=limit)
     assert (found.sigma is not None) is offered
-    assert found.others == ([] if offered else ["Train longer, or average over runs, to draw all often."])
-    known = dataclasses.replace(run, about={**run.about, "mechanism": {**run.about["mechanism"], "sample_rate": None}})
+    assert found.others == (
+        [] if offered else ["Train longer, or average over runs, to draw all often."]
+    )
+    known = dataclasses.replace(
+        run, about={**run.about, "mechanism": {**run.about["mechanism"], "sample_rate": None}}
+    )
     few = float((~is_told(run)).mean())
-    assert advised(known, min_error_share=1.0, max_share_too_few_draws=few).sigma is not None  # drawn as often again
+    # drawn as often again
+    assert advised(known, min_error_share=1.0, max_share_too_few_draws=few).sigma is not None
 
 
 # ---------------------------------------------------------------------- the options
@@ -292,7 +369,9 @@ def test_noise_is_offered_only_where_fresh_draws_tell_of_enough(steps: int, offe
         ({"min_attribute_error_share": 0.5}, False),
     ],
 )
-def test_the_least_noise_is_found_and_what_noise_does_not_keep_is_said(limits: dict[str, Any], helped: bool) -> None:
+def test_the_least_noise_is_found_and_what_noise_does_not_keep_is_said(
+    limits: dict[str, Any], helped: bool
+) -> None:
     run = sampled()
     found = advised(run, **limits)
     assert (found.sigma is not None, len(found.others)) == ((True, 0) if helped else (False, 1))
@@ -305,16 +384,22 @@ def test_the_least_noise_is_found_and_what_noise_does_not_keep_is_said(limits: d
 
 
 @pytest.mark.parametrize(
-    ("audit", "offered"), [(AUDIT, (True, 0)), (None, (False, 1)), (ABOVE, (False, 1)), (REFUTED, (False, 1))]
+    ("audit", "offered"),
+    [(AUDIT, (True, 0)), (None, (False, 1)), (ABOVE, (False, 1)), (REFUTED, (False, 1))],
 )
-def test_nothing_is_predicted_from_a_run_that_its_audit_doubts(audit: Any, offered: tuple[bool, int]) -> None:
+def test_nothing_is_predicted_from_a_run_that_its_audit_doubts(
+    audit: Any, offered: tuple[bool, int]
+) -> None:
     run = dataclasses.replace(sampled(), about=sampled().about | {"audit": audit})
     found = advised(run, min_error_share=1.5, audited_epsilon_below_claimed=True)
-    assert (found.sigma is not None, len(found.others)) == offered  # what is wrong first, or the audit that is missing
+    # what is wrong first, or the audit that is missing
+    assert (found.sigma is not None, len(found.others)) == offered
 
 
 def test_noise_is_offered_only_if_it_keeps_every_rule() -> None:
-    """Of two broken rules it keeps one: no option, unless the other stops no release, and then it is said so."""
+    """Of two broken rules it keeps one: no option, unless the other stops no release, and then it
+    is said so.
+    """
     run, limits = sampled(), {"min_error_share": 1.5, "min_attacks": 1}
     found = advised(run, **limits)
     assert (found.sigma, found.change) == (None, "No noise alone is known to keep every rule.")
@@ -323,7 +408,10 @@ def test_noise_is_offered_only_if_it_keeps_every_rule() -> None:
     warned = advised(run, **limits, levels={"min_attacks": "warn"})
     alone = advised(run, min_error_share=1.5)
     assert warned.sigma == alone.sigma
-    assert f"Noise σ = {alone.sigma:g} is predicted to keep every rule; its cost: not measured." == alone.change
+    assert (
+        f"Noise σ = {alone.sigma:g} is predicted to keep every rule; its cost: not measured."
+        == alone.change
+    )
     assert "every rule, with 1 warning; its cost" in warned.change
     policy = Policy(max_share_too_few_draws=1.0, **limits, levels={"min_attacks": "warn"})
     assert outcome(check(with_noise(run, alone.sigma / MARGIN), policy)).code == 0
@@ -331,7 +419,11 @@ def test_noise_is_offered_only_if_it_keeps_every_rule() -> None:
 
 def test_examples_are_predicted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     run = worrying()
-    limits = {"min_error_share": 0.9, "min_attribute_error_share": 0.6, "max_gain_over_guessing": 0.3}
+    limits = {
+        "min_error_share": 0.9,
+        "min_attribute_error_share": 0.6,
+        "max_gain_over_guessing": 0.3,
+    }
     limits |= {"mse_bound_of_concern": 0.1, "max_share_of_concern": 0.0}
     whole = advised(run, **limits)
     monkeypatch.setattr("torchfil.report.options._AT_ONCE", 7)
@@ -340,7 +432,13 @@ def test_examples_are_predicted_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    "mechanism", [{}, {"noise_multiplier": None}, {"noise_multiplier": 0.0, "steps": 9}, {"sigma": None, "releases": 2}]
+    "mechanism",
+    [
+        {},
+        {"noise_multiplier": None},
+        {"noise_multiplier": 0.0, "steps": 9},
+        {"sigma": None, "releases": 2},
+    ],
 )
 def test_nothing_is_advised_where_the_noise_is_not_known(mechanism: dict[str, Any]) -> None:
     run = sampled()
@@ -355,12 +453,19 @@ def test_nothing_is_advised_where_the_noise_is_not_known(mechanism: dict[str, An
     ("about", "cost"),
     [
         ({}, "not measured"),
-        ({"metrics": {"accuracy": {"value": 0.931, "on": ""}}}, "not measured (now accuracy 0.931)"),
+        (
+            {"metrics": {"accuracy": {"value": 0.931, "on": ""}}},
+            "not measured (now accuracy 0.931)",
+        ),
         (
             {"noise_choice": {"pilot_noise_multipliers": [1.0, 1.2]}},
-            f"not measured; ε = {accountants([(each, 0.07, 300) for each in (1.0, 1.2, 3.0)]):.3g} with its pilots",
+            "not measured; ε = "
+            f"{accountants([(each, 0.07, 300) for each in (1.0, 1.2, 3.0)]):.3g} with its pilots",
         ),
-        ({"linear": {"score_name": "R²", "score_by_noise": [[1.0, 0.72], [8.0, 0.12]]}}, "R² 0.4# (now 0.72)"),
+        (
+            {"linear": {"score_name": "R²", "score_by_noise": [[1.0, 0.72], [8.0, 0.12]]}},
+            "R² 0.4# (now 0.72)",
+        ),
         (
             {"linear": {"score_name": "R²", "score_by_noise": [[1.0, 0.72], [2.0, -9.0]]}},
             "R² below 0: the model would be useless",

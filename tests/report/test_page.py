@@ -1,4 +1,6 @@
-"""The report's page: it stands alone, strings from data stay strings, and nothing sounds safer than it is."""
+"""The report's page: it stands alone, strings from data stay strings, and nothing sounds safer than
+it is.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +41,27 @@ def test_the_page_stands_alone_and_says_that_it_is_private(tmp_path: Path) -> No
     found = elements(page)
     places = {attributes["id"] for _, attributes in found if "id" in attributes}
     links = {str(attributes["href"]) for name, attributes in found if name == "a"}
-    assert {link[1:] for link in links if link.startswith("#") and not link.startswith("#show-")} <= places
+    assert {
+        link[1:] for link in links if link.startswith("#") and not link.startswith("#show-")
+    } <= places
     script = re.search(r"<script>(.*?)</script>", text, flags=re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
-    assert f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
-    slugs = [section.slug for section in chapters._SECTIONS if section.slug not in ("alerts", "linear", "merged")]
+    assert (
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src "
+        f"'sha256-{digest}'" in text
+    )
+    slugs = [
+        section.slug
+        for section in chapters._SECTIONS
+        if section.slug not in ("alerts", "linear", "merged")
+    ]
     assert re.findall(r'<section class="card \w+" id="([\w-]+)">', text) == slugs
     assert "Confidential" in text_of(page, "first")
-    assert 'content: "Confidential: made from private data"' in text  # in the margin of printed pages
-    assert hashlib.sha256((page.parent / "leakage.csv").read_bytes()).hexdigest() in text_of(page, "decision")
+    # in the margin of printed pages
+    assert 'content: "Confidential: made from private data"' in text
+    assert hashlib.sha256((page.parent / "leakage.csv").read_bytes()).hexdigest() in text_of(
+        page, "decision"
+    )
 
 
 def test_strings_from_data_stay_strings(tmp_path: Path) -> None:
@@ -58,7 +72,9 @@ def test_strings_from_data_stay_strings(tmp_path: Path) -> None:
     evil = dataclasses.replace(
         run,
         ids=ids,
-        attributes=dataclasses.replace(run.attributes, names=[EVIL, "b&b", "c"], units=["<i>", "", ""]),
+        attributes=dataclasses.replace(
+            run.attributes, names=[EVIL, "b&b", "c"], units=["<i>", "", ""]
+        ),
         groups={EVIL: np.where(np.arange(len(ids)) % 2 == 0, EVIL, "b")},
         about=run.about | {"title": EVIL, "accountant": EVIL, "model": {"name": EVIL}},
         attacks=[dataclasses.replace(run.attacks[0], name=EVIL, threat_model=EVIL)],
@@ -69,18 +85,26 @@ def test_strings_from_data_stay_strings(tmp_path: Path) -> None:
     scripts = [attributes.get("id") for name, attributes in found if name == "script"]
     assert len(scripts) == len(set(scripts))
     assert {name for name, _ in found} == {name for name, _ in plain}
-    assert all(str(attributes["src"]).startswith("data:") for name, attributes in found if name == "img")
+    assert all(
+        str(attributes["src"]).startswith("data:") for name, attributes in found if name == "img"
+    )
     assert not [key for _, attributes in found for key in attributes if key.startswith("on")]
     assert EVIL not in page.read_text()
 
 
 def with_unmeasured() -> SavedRun:
-    """Example 7 never drawn, example 8 drawn only where nothing was measured, example 9 measured in part."""
+    """Example 7 never drawn, example 8 drawn only where nothing was measured, example 9 measured in
+    part.
+    """
     run = made_up(40)
     columns = run.columns
     columns["participations"][[7, 8, 9]] = [0, 2, 5]
     columns["missed"][[8, 9]] = [2, 1]
-    columns["fil"][[7, 8]], columns["mse_bound"][[7, 8]], columns["sampling_error"][7] = 0, np.inf, np.inf
+    columns["fil"][[7, 8]], columns["mse_bound"][[7, 8]], columns["sampling_error"][7] = (
+        0,
+        np.inf,
+        np.inf,
+    )
     return run
 
 
@@ -103,11 +127,16 @@ def test_what_was_not_measured_is_not_called_safe(tmp_path: Path) -> None:
     assert status_of(run)[3] == MEASURED
     run.about["mechanism"] |= {"fil_rate": 0.25}
     assert status_of(run)[3] == NOT_MEASURED
-    assert "measured participations stand behind each example" in text_of(write_report(run, page.parent), "alerts")
+    assert "measured participations stand behind each example" in text_of(
+        write_report(run, page.parent), "alerts"
+    )
 
 
 def test_an_estimated_bound_is_called_an_estimate(tmp_path: Path) -> None:
-    """Without probes, too: the batches and the noise of one run are left. Its lower end may be another example's."""
+    """Without probes, too: the batches and the noise of one run are left.
+
+    Its lower end may be another example's.
+    """
     run = made_up(about=made_up().about | {"exact": True})
     least = run.columns["mse_bound"].min()
     run.columns["mse_bound_low"][np.argsort(-run.columns["fil"])[1]] = 0.1 * least
@@ -127,26 +156,40 @@ def test_every_place_shows_the_lower_end_of_an_attribute(tmp_path: Path) -> None
     shown = text_of(page, "verdict").replace("\xa0", " ")
     assert "age: ± 4 years" in shown
     assert "± 6" not in shown
-    assert float(next(csv.DictReader((page.parent / "leakage.csv").open()))["least error of age"]) == 4
+    assert (
+        float(next(csv.DictReader((page.parent / "leakage.csv").open()))["least error of age"]) == 4
+    )
     assert set(table_data(page)["attributes"][0]["values"]) == {4.0}
 
 
 @pytest.mark.parametrize("redacted", [False, True])
-@pytest.mark.parametrize(("audit", "least"), [(AUDIT | {"epsilon": 1.199}, "1.1"), (ABOVE, "2.7"), (REFUTED, "3.4")])
-def test_an_audit_stands_beside_the_claim_rounded_down(audit: Any, least: str, redacted: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("audit", "least"), [(AUDIT | {"epsilon": 1.199}, "1.1"), (ABOVE, "2.7"), (REFUTED, "3.4")]
+)
+def test_an_audit_stands_beside_the_claim_rounded_down(
+    audit: Any, least: str, redacted: bool, tmp_path: Path
+) -> None:
     page = write_report(audited(audit, 40), tmp_path / "report", redacted=redacted)
     assert f"claimed ε 2.5, audited ε ≥ {least} (1,000 canaries) at δ" in text_of(page, "first")
     assert f"ε ≥ {least} at 95 %" in text_of(page, "audit")
     assert f"≥ {least}, a lower bound" in text_of(page, "training")
     assert "1.2" not in text_of(page, "audit")
-    assert ("3.1 % 8.2 % 5 % 11.7 %" in text_of(page, "audit")) is not redacted  # a rate may rest on few
-    assert ("no other number of this report" in " ".join(page.read_text().split())) is (audit is REFUTED)
-    assert ("leaks more than it claims" in text_of(page, "decision")) is (audit is REFUTED)  # the sheet to sign
+    # a rate may rest on few
+    assert ("3.1 % 8.2 % 5 % 11.7 %" in text_of(page, "audit")) is not redacted
+    assert ("no other number of this report" in " ".join(page.read_text().split())) is (
+        audit is REFUTED
+    )
+    # the sheet to sign
+    assert ("leaks more than it claims" in text_of(page, "decision")) is (audit is REFUTED)
     if redacted:
-        assert json.loads((page.parent / "summary.json").read_text())["about"]["audit"]["epsilon"] == float(least)
+        assert json.loads((page.parent / "summary.json").read_text())["about"]["audit"][
+            "epsilon"
+        ] == float(least)
 
 
-def test_what_does_not_fit_is_left_out_aloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_left_out_aloud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The table has the most exposed and whom the page names, the file beside it everybody."""
     run = load(save(with_unmeasured(), tmp_path / "run.parquet", rows_at_once=7))
     monkeypatch.setattr("torchfil.report.examples.MOST_ROWS", 12)
@@ -170,7 +213,9 @@ def test_a_confidential_block_cannot_be_rendered_from_the_public_context(slug: s
 def attacked(bounds: list[float], **parts: object) -> SavedRun:
     """Three examples that a guess is off by 0.5 of, with these bounds."""
     settings = {"trials": 9, "standard_error": np.full(3, 1e-9), **parts}
-    attack = AttackResult("a guess", "knows all else", [0, 1, 2], np.full(3, 0.5), "mse", **settings)
+    attack = AttackResult(
+        "a guess", "knows all else", [0, 1, 2], np.full(3, 0.5), "mse", **settings
+    )
     return made_up(attacks=[torchfil.compare_with_bounds(bounds, attack).record(range(40))])
 
 
@@ -180,7 +225,9 @@ def test_attacks_in_numbers() -> None:
     assert found.ratio["0"] == pytest.approx(2.0)
     (found,) = summarise(attacked([np.inf] * 3)).attacks
     assert (found.targets, found.ratio) == (3, {})
-    beside = attacked([1.0, 1.0, 0.2], standard_error=np.full(3, 9.0), blind=np.asarray([0.1, 5.0, 0.1]))
+    beside = attacked(
+        [1.0, 1.0, 0.2], standard_error=np.full(3, 9.0), blind=np.asarray([0.1, 5.0, 0.1])
+    )
     (found,) = summarise(beside).attacks
     assert (found.below, found.blind_below, found.violated) == (2, 2, 0)
 

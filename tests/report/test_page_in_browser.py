@@ -1,6 +1,8 @@
-"""The pages in a real browser: they load without a word, answer on the first screen, sort, filter, open and print.
+"""The pages in a real browser: they load without a word, answer on the first screen, sort, filter,
+open and print.
 
-Needs Chromium and its driver (Debian: ``apt-get install chromium chromium-driver``) and selenium; skips without.
+Needs Chromium and its driver (Debian: ``apt-get install chromium chromium-driver``) and selenium;
+skips without.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ def strange() -> SavedRun:
     run = made_up(300, text_ids=True)
     ids = run.ids.astype("<U60")
     ids[5], ids[6] = EVIL, "turned \u202egnp.exe"
-    run.columns["participations"][11], run.columns["fil"][11], run.columns["mse_bound"][11] = 0, 0, np.inf
+    run.columns["participations"][11], run.columns["fil"][11], run.columns["mse_bound"][11] = (
+        0,
+        0,
+        np.inf,
+    )
     return made_up(300, ids=ids, columns=run.columns)
 
 
@@ -43,7 +49,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "table": (of_kind("table", safe=False), {"policy": WHOLE}),
         "linear": (of_kind("linear", safe=False), {}),
     }
-    found = {name: write_report(run, folder / name, **options) for name, (run, options) in reports.items()}
+    found = {
+        name: write_report(run, folder / name, **options)
+        for name, (run, options) in reports.items()
+    }
     for name, redacted in (("compared", False), ("compared public", True)):
         runs = made_up(300, text_ids=True), made_up(300, text_ids=True, seed=1)
         found[name] = folder / f"{name}.html"
@@ -57,7 +66,10 @@ def found(browser: Any, text: str) -> None:
 
 def column(browser: Any, key: str) -> list[str]:
     """The texts of a column, by its key, of the rows on screen."""
-    script = "return [...document.querySelectorAll('#head [role=columnheader]')].map((cell) => cell.dataset.key)"
+    script = (
+        "return [...document.querySelectorAll('#head [role=columnheader]')].map((cell) => "
+        "cell.dataset.key)"
+    )
     return shown(browser, browser.execute_script(script).index(key))
 
 
@@ -67,18 +79,24 @@ def unfolded(browser: Any, page: Path) -> None:
     browser.find_element("css selector", "#all-examples summary").click()
 
 
-def test_pages_load_without_a_word_and_run_no_script_of_the_data(browser: Any, pages: dict[str, Path]) -> None:
+def test_pages_load_without_a_word_and_run_no_script_of_the_data(
+    browser: Any, pages: dict[str, Path]
+) -> None:
     for name, page in pages.items():
         opened(browser, page)
         assert complaints(browser) == [], name
         assert browser.execute_script("return window.ran") is None
         if "public" in name:
             hidden = '#grid, dialog, img, .stamp, #first a[href^="#show"]'
-            assert browser.execute_script(f"return document.querySelectorAll('{hidden}').length") == 0
+            assert (
+                browser.execute_script(f"return document.querySelectorAll('{hidden}').length") == 0
+            )
             assert "Zoë" not in text_of(browser, "body")
 
 
-def test_the_table_sorts_and_searches_and_keeps_the_unmeasured_last(browser: Any, pages: dict[str, Path]) -> None:
+def test_the_table_sorts_and_searches_and_keeps_the_unmeasured_last(
+    browser: Any, pages: dict[str, Path]
+) -> None:
     unfolded(browser, pages["small"])
     bounds = [float(text.replace(",", "")) for text in column(browser, "mse_bound")]
     assert len(bounds) > 9
@@ -94,17 +112,22 @@ def test_the_table_sorts_and_searches_and_keeps_the_unmeasured_last(browser: Any
     assert shown(browser, 0)[0] == "Zoë 27"  # the whole id first, then those that hold it
     for text, written in ((EVIL, EVIL), ("turned", "turned \\u202egnp.exe")):
         search(browser, text, "1 of 300 examples")
-        WebDriverWait(browser, 5).until(lambda driver, written=written: shown(driver, 0) == [written])
+        WebDriverWait(browser, 5).until(
+            lambda driver, written=written: shown(driver, 0) == [written]
+        )
 
 
-def test_filters_work_together_and_numbers_lead_to_them(browser: Any, pages: dict[str, Path]) -> None:
+def test_filters_work_together_and_numbers_lead_to_them(
+    browser: Any, pages: dict[str, Path]
+) -> None:
     opened(browser, pages["image"])
     three = ["Zoë 3", "Zoë 4", "Zoë 5"]
     for address in ("#show-exposed", "#show-broken", "#show-class-0", "#show-class-0"):
         browser.find_element("css selector", f"main a[href='{address}']").send_keys(Keys.ENTER)
         found(browser, "3 of 200 examples")
         assert sorted(shown(browser, 0)) == three
-        browser.switch_to.active_element.send_keys(Keys.ARROW_DOWN, Keys.ENTER)  # the table has the focus
+        # the table has the focus
+        browser.switch_to.active_element.send_keys(Keys.ARROW_DOWN, Keys.ENTER)
         dialog = browser.find_element("id", "detail")
         assert dialog.find_element("tag name", "h3").text in three
         dialog.send_keys(Keys.ESCAPE)
@@ -114,8 +137,15 @@ def test_filters_work_together_and_numbers_lead_to_them(browser: Any, pages: dic
     unfolded(browser, pages["small"])
     run = strange()
     women, low = run.groups["sex"] == "f", run.columns["mse_bound"] <= 0.5
-    script = "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event(arguments[2]))"
-    for name, value in (("group", "0:0"), ("column", "mse_bound"), ("limit", "0.5"), ("filter", "weighted")):
+    script = (
+        "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event(arguments[2]))"
+    )
+    for name, value in (
+        ("group", "0:0"),
+        ("column", "mse_bound"),
+        ("limit", "0.5"),
+        ("filter", "weighted"),
+    ):
         event = "input" if name == "limit" else "change"
         browser.execute_script(script, browser.find_element("id", name), value, event)
     found(browser, f"{(women & low & (run.columns['clip_weight'] < 1)).sum()} of 300 examples")
@@ -125,7 +155,9 @@ def closed(browser: Any) -> None:
     """The dialog is closed, and its address gone, which happens a moment later."""
     dialog = browser.find_element("id", "detail")
     dialog.send_keys(Keys.ESCAPE)
-    WebDriverWait(browser, 5).until(lambda d: dialog.get_attribute("open") is None and "#" not in d.current_url)
+    WebDriverWait(browser, 5).until(
+        lambda d: dialog.get_attribute("open") is None and "#" not in d.current_url
+    )
 
 
 def test_an_example_opens_by_key_and_by_address(browser: Any, pages: dict[str, Path]) -> None:
@@ -139,7 +171,9 @@ def test_an_example_opens_by_key_and_by_address(browser: Any, pages: dict[str, P
 
     browser.get("about:blank")  # the table is folded away
     browser.get(pages["small"].as_uri() + "#example-Zo%C3%AB%2011")
-    WebDriverWait(browser, 10).until(lambda d: d.find_element("id", "detail").get_attribute("open") is not None)
+    WebDriverWait(browser, 10).until(
+        lambda d: d.find_element("id", "detail").get_attribute("open") is not None
+    )
     assert "it is not safe" in text_of(browser, "#detail")
     closed(browser)
     browser.execute_script("location.hash = 'example-nobody'")
@@ -155,5 +189,8 @@ def test_axe_finds_nothing(browser: Any, pages: dict[str, Path]) -> None:
             for name, page in pages.items():
                 opened(browser, page).execute_script(unfold)
                 assert violations(browser) == [], (name, width, dark)
-                widths = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+                widths = (
+                    "return document.documentElement.scrollWidth - "
+                    "document.documentElement.clientWidth"
+                )
                 assert browser.execute_script(widths) <= 0, (name, width)

@@ -32,15 +32,27 @@ def planted(**changes: Any) -> SavedRun:
     columns["participations"][3] = 0
     columns["num_rows"] = 3_000_017 + 31 * rng.permutation(N)  # no two persons have as many
     labels = np.array(["north"] * 120 + ["south"] * 117 + ["rare-PLANTED"] * 3)
-    about = run.about | {"secret_note": "PLANTED-note", "probe_seed": 918273645, "created": "2024-01-01"}
-    about["dataset"] = about["dataset"] | {"data_sha256": "feedc0de" * 8, "input_range": [0, 1], "path": "PLANTED-path"}
+    about = run.about | {
+        "secret_note": "PLANTED-note",
+        "probe_seed": 918273645,
+        "created": "2024-01-01",
+    }
+    about["dataset"] = about["dataset"] | {
+        "data_sha256": "feedc0de" * 8,
+        "input_range": [0, 1],
+        "path": "PLANTED-path",
+    }
     about["audit"] = about["audit"] | {"by_method": {"PLANTED-method": 1.1}}
     parts: dict[str, Any] = {
         "about": about,
         "ids": np.array([f"PLANTED-{i}" for i in range(N)]),
         "columns": columns,
         "groups": {"region": labels},
-        "history": {"step": np.arange(1, 4), "fil_max": fil[[1, 2, 17]], "epsilon": np.array([1.0, 2.0, 2.5])},
+        "history": {
+            "step": np.arange(1, 4),
+            "fil_max": fil[[1, 2, 17]],
+            "epsilon": np.array([1.0, 2.0, 2.5]),
+        },
         "bounds": run.bounds | {"of_example": {"PLANTED-3": 1.0}},
     }
     run = with_records(made_up(N, text_ids=True, seed=4, **parts), value=31337.0625)
@@ -48,21 +60,37 @@ def planted(**changes: Any) -> SavedRun:
 
 
 def winsorised_mean(values: np.ndarray, factor: float) -> float:
-    """The geometric mean, with values beyond a factor from the middle one taken as that far from it."""
+    """The geometric mean, with values beyond a factor from the middle one taken as that far from
+    it.
+    """
     logs = np.sort(np.log(values))
     middle = (logs[(len(logs) - 1) // 2] + logs[len(logs) // 2]) / 2
-    return float(np.exp(np.mean([min(max(x, middle - np.log(factor)), middle + np.log(factor)) for x in logs])))
+    return float(
+        np.exp(
+            np.mean([min(max(x, middle - np.log(factor)), middle + np.log(factor)) for x in logs])
+        )
+    )
 
 
 def bytes_of_examples(run: SavedRun) -> list[bytes]:
     """Ids, and every value as text and as binary numbers."""
     wanted = [str(name).encode() for name in run.ids]
-    arrays = [v for name, v in run.columns.items() if v.dtype.kind == "f"] + [run.attributes.error.ravel()]
-    wanted += [f"{count:{form}}".encode() for count in run.columns["num_rows"].tolist() for form in ("", ",")]
+    arrays = [v for name, v in run.columns.items() if v.dtype.kind == "f"] + [
+        run.attributes.error.ravel()
+    ]
+    wanted += [
+        f"{count:{form}}".encode()
+        for count in run.columns["num_rows"].tolist()
+        for form in ("", ",")
+    ]
     arrays.append(run.records.values[:, :2].ravel())
     for value in np.concatenate(arrays).tolist():
         wanted += [struct.pack("<f", value), struct.pack("<d", value)]
-        wanted += [text.encode() for text in (f"{value:.7g}", f"{value:.6g}", f"{value:.5g}") if len(text) >= 6]
+        wanted += [
+            text.encode()
+            for text in (f"{value:.7g}", f"{value:.6g}", f"{value:.5g}")
+            if len(text) >= 6
+        ]
     return sorted({item for item in wanted if len(item.strip(b"\0")) > 3})
 
 
@@ -89,21 +117,32 @@ def test_nothing_of_one_example_is_in_any_byte(tmp_path: Path) -> None:
     )
     values = np.concatenate([values, run.records.values[:, 0]])
     values = values[values != 1]  # the weight of those who were not spared, and σ
-    for found in map(float, re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.])", json.dumps(summary))):
+    for found in map(
+        float, re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.])", json.dumps(summary))
+    ):
         assert not np.any(np.abs(values - found) <= 1e-7 * np.abs(values)), found
         assert found < 0.01 * 7654321 or found == summary["examples"], "one example shows through"
 
 
 def test_the_same_page_whoever_the_examples_are(tmp_path: Path) -> None:
-    """Ids, records, seed, hash and the curve of the most exposed example do not reach the public version."""
+    """Ids, records, seed, hash and the curve of the most exposed example do not reach the public
+    version.
+    """
     run = planted()
     other = planted(
         ids=np.arange(N),
         records=None,
-        about=run.about | {"probe_seed": 1, "dataset": run.about["dataset"] | {"data_sha256": "0" * 64}},
-        history={"step": np.arange(1, 4), "fil_max": np.ones(3), "epsilon": np.array([1.0, 2.0, 2.5])},
+        about=run.about
+        | {"probe_seed": 1, "dataset": run.about["dataset"] | {"data_sha256": "0" * 64}},
+        history={
+            "step": np.arange(1, 4),
+            "fil_max": np.ones(3),
+            "epsilon": np.array([1.0, 2.0, 2.5]),
+        },
     )
-    files = [files_of(write_report(each, tmp_path / "public", redacted=True)) for each in (run, other)]
+    files = [
+        files_of(write_report(each, tmp_path / "public", redacted=True)) for each in (run, other)
+    ]
     assert files[0] == files[1]
 
 
@@ -132,8 +171,13 @@ def test_a_violated_bound_is_not_hidden_by_few_targets(tmp_path: Path) -> None:
     attack = planted().attacks[0]
     broken = replace(attack, achieved=attack.achieved / 9, violated=np.arange(3) > 1)
     run = planted(attacks=[attack, broken])
-    assert [found.violated for found in summarise(run, redacted=True).attacks] == [0, "fewer than 10"]
-    assert "A bound was violated" in text_of(write_report(run, tmp_path / "public", redacted=True), "alerts")
+    assert [found.violated for found in summarise(run, redacted=True).attacks] == [
+        0,
+        "fewer than 10",
+    ]
+    assert "A bound was violated" in text_of(
+        write_report(run, tmp_path / "public", redacted=True), "alerts"
+    )
 
 
 def test_the_lowest_end_is_that_of_many() -> None:
@@ -142,7 +186,8 @@ def test_the_lowest_end_is_that_of_many() -> None:
     summary = summarise(run, redacted=True)
     low = np.sort(run.columns["mse_bound_low"][np.arange(N) != 3])
     assert summary.lowest_end == pytest.approx(winsorised_mean(low[:10], 100), rel=0.05)
-    assert summary.exposure[0].mse_bound_low == summary.lowest_end  # two means of nearly the same would tell one
+    # two means of nearly the same would tell one
+    assert summary.exposure[0].mse_bound_low == summary.lowest_end
 
 
 def test_too_few_examples_give_nothing(tmp_path: Path) -> None:

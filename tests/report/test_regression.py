@@ -1,4 +1,6 @@
-"""A run beside an earlier one: chance alone does not fail it, and a run that leaks clearly more is found."""
+"""A run beside an earlier one: chance alone does not fail it, and a run that leaks clearly more is
+found.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +29,32 @@ OFF = {
 
 
 def fails(before: SavedRun, after: SavedRun, tolerance: float) -> bool:
-    return not all(each.passed for each in check(after, Policy(max_worsening=tolerance, levels=OFF), before))
+    return not all(
+        each.passed for each in check(after, Policy(max_worsening=tolerance, levels=OFF), before)
+    )
 
 
-def repeated(seed: int, *, times: float = 1.0, shared: float = 0.015, error: float = 0.15, n: int = 200) -> SavedRun:
-    """A run of one recipe: each log η̄ is off by chance of its own, and all together by the weights' course."""
+def repeated(
+    seed: int, *, times: float = 1.0, shared: float = 0.015, error: float = 0.15, n: int = 200
+) -> SavedRun:
+    """A run of one recipe: each log η̄ is off by chance of its own, and all together by the
+    weights' course.
+    """
     rng, truth = np.random.default_rng(seed), np.random.default_rng(0).lognormal(sigma=0.7, size=n)
     fil = times * truth * np.exp(error * rng.normal(size=n) + shared * rng.normal())
-    columns = {"fil": fil, "mse_bound": fil**-2, "mse_bound_low": (fil * math.exp(1.96 * error)) ** -2}
+    columns = {
+        "fil": fil,
+        "mse_bound": fil**-2,
+        "mse_bound_low": (fil * math.exp(1.96 * error)) ** -2,
+    }
     columns |= {"participations": np.full(n, 9), "missed": np.zeros(n, dtype=np.int64)}
     return SavedRun(about={"epsilon": 2.0, "delta": 1e-5}, ids=np.arange(n), columns=columns)
 
 
 def test_chance_alone_fails_at_most_one_pair_in_twenty() -> None:
-    """The quick sister: 300 pairs whose standard errors are right, and whose common deviation no interval has."""
+    """The quick sister: 300 pairs whose standard errors are right, and whose common deviation no
+    interval has.
+    """
     pairs = [(repeated(2 * seed), repeated(2 * seed + 1)) for seed in range(1, 301)]
     assert np.mean([fails(*pair, 0.0) for pair in pairs]) <= 0.05
     assert not any(fails(*pair, 0.1) for pair in pairs)
@@ -59,7 +73,11 @@ def test_one_person_is_enough() -> None:
     worst = int(np.argmax(before.columns["fil"]))
     for name, power in (("fil", 1), ("mse_bound", -2), ("mse_bound_low", -2)):
         after.columns[name][worst] *= 4.0**power
-    (found,) = [each for each in check(after, Policy(max_worsening=0.1, levels=OFF), before) if not each.passed]
+    (found,) = [
+        each
+        for each in check(after, Policy(max_worsening=0.1, levels=OFF), before)
+        if not each.passed
+    ]
     assert found.subject == "the most exposed"
     assert worst in after.ids[found.rows]
 
@@ -67,12 +85,20 @@ def test_one_person_is_enough() -> None:
 def test_closed_forms_are_compared_as_they_are() -> None:
     run = made_up()
     exact = replace(run, columns=run.columns | {"mse_bound_low": run.columns["mse_bound"]})
-    worse = {name: values / (1.21 if name.startswith("mse") else 1 / 1.1) for name, values in exact.columns.items()}
+    worse = {
+        name: values / (1.21 if name.startswith("mse") else 1 / 1.1)
+        for name, values in exact.columns.items()
+    }
     after = replace(
-        exact, columns=exact.columns | {name: worse[name] for name in ("fil", "mse_bound", "mse_bound_low")}
+        exact,
+        columns=exact.columns
+        | {name: worse[name] for name in ("fil", "mse_bound", "mse_bound_low")},
     )
     found, moved, count = worsening(exact, after)
-    of_fil = [found[name] for name in ("all examples together", "the 5 % most exposed", "the most exposed")]
+    of_fil = [
+        found[name]
+        for name in ("all examples together", "the 5 % most exposed", "the most exposed")
+    ]
     assert of_fil == pytest.approx([0.1] * 3)
     assert (len(moved), count) == (40, 40)
     assert found["ε for everybody"] == found["question “sex”"] == 0.0
@@ -86,33 +112,54 @@ def test_the_margin_by_hand() -> None:
     errors = np.array([0.1, 0.9, 0.2, 0.3]), np.array([0.05, 0.9, 0.1, 0.9])
     change = (math.log(5) + math.log(6) - math.log(3) - math.log(4)) / 2
     chance = math.sqrt((0.2**2 + 0.3**2 + 0.05**2 + 0.1**2) / 4)
-    assert clearly_more((before, after), errors, 0.5) == pytest.approx(math.exp(change - 3 * chance) - 1)
+    assert clearly_more((before, after), errors, 0.5) == pytest.approx(
+        math.exp(change - 3 * chance) - 1
+    )
 
 
 def test_epsilon_and_questions_count_too() -> None:
     run = made_up()
     assert fails(run, replace(run, about=run.about | {"epsilon": 3.0}), 0.1)
-    ends = {name: 9 * np.asarray(getattr(run.questions[0], name)) for name in ("divergence", "divergence_high")}
+    ends = {
+        name: 9 * np.asarray(getattr(run.questions[0], name))
+        for name in ("divergence", "divergence_high")
+    }
     asked = replace(run.questions[0], **ends)
-    (found,) = [v for v in check(replace(run, questions=[asked]), Policy(max_worsening=0.1), run) if not v.passed]
+    (found,) = [
+        v
+        for v in check(replace(run, questions=[asked]), Policy(max_worsening=0.1), run)
+        if not v.passed
+    ]
     assert found.subject == "question “sex”"
 
 
 def test_nobody_passes_by_leaving_things_out() -> None:
-    """What the earlier run tells and the later one does not is unknown; so is all, where few examples are compared."""
+    """What the earlier run tells and the later one does not is unknown.
+
+    So is all, where few examples are compared.
+    """
 
     def states(after: SavedRun, before: SavedRun) -> dict[str, str]:
-        verdicts = [each for each in check(after, Policy(max_worsening=0.1), before) if each.key == "max_worsening"]
+        verdicts = [
+            each
+            for each in check(after, Policy(max_worsening=0.1), before)
+            if each.key == "max_worsening"
+        ]
         return {each.subject: each.state for each in verdicts}
 
     run = made_up()
     known = states(run, run)
     assert set(known.values()) == {"kept"}
     for change in ({"epsilon": 20.0, "delta": 1e-4}, {"epsilon": None}):
-        assert states(replace(run, about=run.about | change), run) == known | {"ε for everybody": "unknown"}
+        assert states(replace(run, about=run.about | change), run) == known | {
+            "ε for everybody": "unknown"
+        }
     found = states(replace(run, questions=[]), run)
     assert found == {name: "unknown" if "question" in name else "kept" for name in known}
-    assert states(run, replace(run, questions=[], about=run.about | {"epsilon": None})).keys() < known.keys()
+    assert (
+        states(run, replace(run, questions=[], about=run.about | {"epsilon": None})).keys()
+        < known.keys()
+    )
     endless = replace(run, about=run.about | {"epsilon": math.inf})
     assert states(endless, endless) == known
     assert states(endless, run)["ε for everybody"] == "broken"
@@ -131,7 +178,11 @@ def test_who_was_measured_in_some_steps_alone_is_not_compared(which: str) -> Non
     missed = {"before": before, "after": after}[which].columns["missed"]
     for many, states in ((99, {"kept"}), (101, {"unknown"})):
         missed[:many] = 3
-        found = [each for each in check(after, Policy(max_worsening=0.1), before) if each.key == "max_worsening"]
+        found = [
+            each
+            for each in check(after, Policy(max_worsening=0.1), before)
+            if each.key == "max_worsening"
+        ]
         assert {each.state for each in found} == states
         assert worsening(before, after)[2] == 200 - many
 
@@ -141,20 +192,26 @@ def test_one_person_about_whom_nothing_leaked_decides_for_nobody_else(which: str
     before, after = repeated(1), repeated(101, times=2.0)
     for name, run in (("before", before), ("after", after)):
         if which in (name, "both"):
-            run.columns["fil"][7], run.columns["mse_bound"][7], run.columns["mse_bound_low"][7] = 0.0, math.inf, 5.0
+            run.columns["fil"][7], run.columns["mse_bound"][7], run.columns["mse_bound_low"][7] = (
+                0.0,
+                math.inf,
+                5.0,
+            )
     assert 0.5 < worsening(before, after)[0]["all examples together"] < 1.1
     assert worsening(after, before)[0]["all examples together"] < 0
 
 
 def test_the_command(tmp_path: Path) -> None:
     before, after = (
-        save(repeated(seed, times=times), tmp_path / f"{seed}.parquet") for seed, times in ((1, 1.0), (2, 2.0))
+        save(repeated(seed, times=times), tmp_path / f"{seed}.parquet")
+        for seed, times in ((1, 1.0), (2, 2.0))
     )
     options = ("--baseline", before, "--fail-if-worse")
     found = call("gate", after, *options, "--json")
     rules = json.loads(found.stdout)["rules"]
     assert found.exit_code == 1
-    assert {rule["rule"].partition(" ")[0] for rule in rules} == {"max_worsening"}  # nothing else counts
+    # nothing else counts
+    assert {rule["rule"].partition(" ")[0] for rule in rules} == {"max_worsening"}
     kept = call("gate", before, "--baseline", after, "--fail-if-worse")
     assert kept.exit_code == 0
     assert "released" not in kept.stdout, "it says nothing about a release"
@@ -176,5 +233,7 @@ def test_the_command(tmp_path: Path) -> None:
         (("--baseline", after, "--fail-if-worse"), "twice"),
     ):
         assert message in refused("gate", after, *args)
-    strangers = save(replace(repeated(1), ids=np.arange(200) + 1000), tmp_path / "strangers.parquet")
+    strangers = save(
+        replace(repeated(1), ids=np.arange(200) + 1000), tmp_path / "strangers.parquet"
+    )
     assert "no ids" in refused("gate", after, "--baseline", strangers, "--fail-if-worse")

@@ -1,4 +1,6 @@
-"""A run file is whole, private, safe to load, opened by other programs, and says what is wrong with it."""
+"""A run file is whole, private, safe to load, opened by other programs, and says what is wrong with
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ import pytest
 from pyarrow import parquet
 
 from tests.engine.damage import cut_short
-from tests.report.run_cases import AUDIT, REFUTED, made_up, owned, pixelated, with_baselines, with_records, worrying
+from tests.report.run_cases import (
+    AUDIT,
+    REFUTED,
+    made_up,
+    owned,
+    pixelated,
+    with_baselines,
+    with_records,
+    worrying,
+)
 from tests.report.run_files import edited, facts_of, same
 from torchfil.report import load, save
 from torchfil.run.file import _CHECKSUM_SIZE
@@ -28,7 +39,11 @@ from torchfil.utils import files
 from torchfil.utils.errors import RunFileError
 
 TOKENS = np.asarray([[0.1, 0.2], [0.3, np.nan]], "f4")
-UNTESTABLE: dict[str, Any] = {"testable": False, "untestable": "never saw the model", "blind": np.arange(3.0)}
+UNTESTABLE: dict[str, Any] = {
+    "testable": False,
+    "untestable": "never saw the model",
+    "blind": np.arange(3.0),
+}
 RUNS = {
     "numbered": made_up(),
     "named": made_up(text_ids=True),
@@ -46,9 +61,15 @@ RUNS = {
         columns={},
         groups={"ARROW:schema": np.full(2, "ARROW:schema")},
     ),
-    "tokens": made_up(texts=Texts(np.asarray([5, 2]), [[" <a>", "b"], ["##c"]], TOKENS, 2 * TOKENS)),
+    "tokens": made_up(
+        texts=Texts(np.asarray([5, 2]), [[" <a>", "b"], ["##c"]], TOKENS, 2 * TOKENS)
+    ),
     "attacks": made_up(attacks=[dataclasses.replace(made_up().attacks[0], **UNTESTABLE)]),
-    "types": SavedRun(about={}, ids=np.arange(3), columns={kind: np.ones(3, kind) for kind in ("f2", "f4", "i1", "?")}),
+    "types": SavedRun(
+        about={},
+        ids=np.arange(3),
+        columns={kind: np.ones(3, kind) for kind in ("f2", "f4", "i1", "?")},
+    ),
 }
 
 
@@ -69,10 +90,20 @@ class TestReading:
     def test_rows_on_the_disk(self, tmp_path: Path) -> None:
         run = made_up(text_ids=True)
         found = load(save(run, tmp_path / "run.parquet", rows_at_once=7))
-        for rows in (slice(None), slice(5, 8), slice(9, 9), np.array([39, 0, 7, 6, 6]), np.arange(40) % 3 == 0, 20, -1):
+        for rows in (
+            slice(None),
+            slice(5, 8),
+            slice(9, 9),
+            np.array([39, 0, 7, 6, 6]),
+            np.arange(40) % 3 == 0,
+            20,
+            -1,
+        ):
             assert same(found.ids[rows], run.ids[rows])
             for columns in ((), (1,), (slice(1, 3),)):
-                assert same(found.attributes.error[(rows, *columns)], run.attributes.error[(rows, *columns)])
+                assert same(
+                    found.attributes.error[(rows, *columns)], run.attributes.error[(rows, *columns)]
+                )
         assert same(found.take(np.array([0, 6, 7, 20, 39])), run.take(np.array([0, 6, 7, 20, 39])))
         assert [len(part) for part in found.slices(15)] == [15, 15, 10]
         assert same(found.coded_group("sex"), run.coded_group("sex"))
@@ -109,7 +140,9 @@ class TestWriting:
         assert path.stat().st_mode & 0o777 == 0o600
 
     @pytest.mark.parametrize("failing", ["fsync", "replace"])
-    def test_a_full_disk_leaves_the_old_file(self, path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    def test_a_full_disk_leaves_the_old_file(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+    ) -> None:
         old = path.read_bytes()
 
         def full(*_: Any) -> None:
@@ -119,11 +152,16 @@ class TestWriting:
         with pytest.raises(OSError, match="No space left"):
             save(made_up(seed=2), path)
         assert path.read_bytes() == old
-        assert [file.name for file in path.parent.iterdir()] == ["run.parquet"], "no temporary file is left"
+        assert [file.name for file in path.parent.iterdir()] == ["run.parquet"], (
+            "no temporary file is left"
+        )
 
     def test_what_cannot_be_kept_is_refused(self, tmp_path: Path) -> None:
         twice = dataclasses.replace(made_up().attacks[0], rows=np.array([1, 2, 1]))
-        for parts, why in (({"about": {"title": "x" * 2**22}}, "shorten"), ({"attacks": [twice]}, "several results")):
+        for parts, why in (
+            ({"about": {"title": "x" * 2**22}}, "shorten"),
+            ({"attacks": [twice]}, "several results"),
+        ):
             with pytest.raises(ValueError, match=why):
                 save(made_up(**parts), tmp_path / "run.parquet")
         assert not list(tmp_path.iterdir())
@@ -141,7 +179,9 @@ def places_in(content: bytes, region: str) -> Iterator[int]:
         if region == "footer":
             yield chance.randrange(footer - _CHECKSUM_SIZE, len(content))
         elif region == "page headers":
-            yield chance.choice([start, chunk.dictionary_page_offset or start]) + chance.randrange(16)
+            yield chance.choice([start, chunk.dictionary_page_offset or start]) + chance.randrange(
+                16
+            )
         else:
             yield chance.randrange(start + 16, chunk.data_page_offset + chunk.total_compressed_size)
 
@@ -184,7 +224,12 @@ class TestDamage:
             found.columns["fil"]
 
     def test_other_files(self, path: Path) -> None:
-        for foreign in (b"<html></html>", pickle.dumps({"a": 1}), b"PK\x03\x04" + bytes(99), bytes(9)):
+        for foreign in (
+            b"<html></html>",
+            pickle.dumps({"a": 1}),
+            b"PK\x03\x04" + bytes(99),
+            bytes(9),
+        ):
             assert "is not a saved run of torchfil" in self.refused(path, foreign)
         pd.DataFrame({"id": [1]}).to_parquet(path)
         assert "is not a saved run of torchfil" in self.refused(path, path.read_bytes())
@@ -211,7 +256,9 @@ class TestDamage:
         ],
         ids=lambda value: str(value)[:25],
     )
-    def test_content_that_is_not_a_run(self, path: Path, facts: Any, columns: dict[str, Any], expected: str) -> None:
+    def test_content_that_is_not_a_run(
+        self, path: Path, facts: Any, columns: dict[str, Any], expected: str
+    ) -> None:
         assert expected in self.refused(path, edited(path, facts, **columns).read_bytes())
 
 
@@ -230,8 +277,14 @@ class TestDamage:
         ({"about": {"mechanism": {"unit": "household"}}}, "unit='household' must be"),
         ({"about": {"mechanism": {"unit_names": ["patient"]}}}, "two words"),
         ({"about": {"mechanism": {"unit_names": ["<b>", "{x}"]}}}, "two words"),
-        *(({"about": {"audit": AUDIT | {name: math.nan}}}, rf"\$\.audit\.{name}") for name in AUDIT),
-        *(({"about": {"audit": {k: AUDIT[k] for k in AUDIT if k != name}}}, f"missing.*{name}") for name in AUDIT),
+        *(
+            ({"about": {"audit": AUDIT | {name: math.nan}}}, rf"\$\.audit\.{name}")
+            for name in AUDIT
+        ),
+        *(
+            ({"about": {"audit": {k: AUDIT[k] for k in AUDIT if k != name}}}, f"missing.*{name}")
+            for name in AUDIT
+        ),
         ({"about": {"audit": AUDIT | {"by_method": {"f-DP": math.nan}}}}, "by_method"),
         ({"about": {"audit": AUDIT | {"rates": [{"fpr": 0.1, "tpr": 1.1, "bound": None}]}}}, "tpr"),
         ({"about": {"audit": AUDIT | {"exceeds_claim": True}}}, "exceeds_claim"),
@@ -240,7 +293,9 @@ class TestDamage:
     ],
     ids=str,
 )
-def test_parts_that_do_not_fit_are_refused_before_they_are_written(changes: dict[str, Any], expected: str) -> None:
+def test_parts_that_do_not_fit_are_refused_before_they_are_written(
+    changes: dict[str, Any], expected: str
+) -> None:
     run = with_records(made_up(12))
     ((name, value),) = changes.items()
     before = getattr(run, name)

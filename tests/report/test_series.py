@@ -1,4 +1,6 @@
-"""Published counts over the course of training: no two of them, of whatever steps, differ by a few examples."""
+"""Published counts over the course of training: no two of them, of whatever steps, differ by a few
+examples.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,12 @@ def walks(seed: int, n: int = 150, steps: int = 80, movers: int = 4, scale: int 
     return np.stack(found)
 
 
-def published(codes: np.ndarray, scale: int, *, with_empty: bool = True) -> list[tuple[int, np.ndarray, int]]:
-    """Step, members and count of all that is published: up to a level, and between two that follow each other."""
+def published(
+    codes: np.ndarray, scale: int, *, with_empty: bool = True
+) -> list[tuple[int, np.ndarray, int]]:
+    """Step, members and count of all that is published: up to a level, and between two that follow
+    each other.
+    """
     series, found = CountSeries(M), []
     for step, own in enumerate(codes):
         told = series.publish({"x": Levels(own, scale, with_empty=with_empty)})["x"]
@@ -60,14 +66,25 @@ def test_names_are_kept_apart_from_each_other_too() -> None:
     nearly = codes.copy()
     nearly[:3] = 1
     series = CountSeries(M)
-    assert series.publish({"a": Levels(codes, 2), "b": Levels(nearly, 2)}) == {"a": {0: 50}, "b": {}}
-    assert series.publish({"a": Levels(codes, 2), "b": Levels(1 - codes, 2)}) == {"a": {0: 50}, "b": {0: 50}}
+    assert series.publish({"a": Levels(codes, 2), "b": Levels(nearly, 2)}) == {
+        "a": {0: 50},
+        "b": {},
+    }
+    assert series.publish({"a": Levels(codes, 2), "b": Levels(1 - codes, 2)}) == {
+        "a": {0: 50},
+        "b": {0: 50},
+    }
     # those who are not counted, but for three, would be told by a sum with n
-    assert CountSeries(M).publish({"a": Levels(codes, 2), "b": Levels(1 - nearly, 2)}) == {"a": {0: 50}, "b": {}}
+    assert CountSeries(M).publish({"a": Levels(codes, 2), "b": Levels(1 - nearly, 2)}) == {
+        "a": {0: 50},
+        "b": {},
+    }
 
 
 class TestWhoMoved:
-    """Batches of one example, known to the attacker, who sees a count change and names the batch."""
+    """Batches of one example, known to the attacker, who sees a count change and names the
+    batch.
+    """
 
     def moves(self, seed: int) -> np.ndarray:
         codes = [np.ones(120, dtype=np.int64)]
@@ -130,4 +147,6 @@ def test_examples_of_a_stream_join() -> None:
     series, codes = CountSeries(M), np.repeat([0, 1], [50, 50])
     assert series.publish({"x": Levels(codes, 2)}) == {"x": {0: 50}}
     for above, told in ((3, {}), (12, {0: 60})):
-        assert series.publish({"x": Levels(np.concatenate([codes, np.repeat([0, 1], [12, above])]), 2)}) == {"x": told}
+        assert series.publish(
+            {"x": Levels(np.concatenate([codes, np.repeat([0, 1], [12, above])]), 2)}
+        ) == {"x": told}

@@ -1,4 +1,6 @@
-"""Whoever reads of a run learns whom its numbers bind: a person with all of its rows, a row, or an example."""
+"""Whoever reads of a run learns whom its numbers bind: a person with all of its rows, a row, or an
+example.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,16 @@ def of_patients(kind: str, unit: str) -> SavedRun:
 @pytest.mark.parametrize(("unit", "word"), [("owner", "patients"), ("row", "visits")])
 def test_no_sentence_speaks_of_examples(tmp_path: Path, kind: str, unit: str, word: str) -> None:
     run = of_patients(kind, unit)
-    pages = [write_report(run, tmp_path / f"{redacted}", redacted=redacted) for redacted in (False, True)]
-    compared = [render_comparison(compare_runs(run, run, redacted=redacted)) for redacted in (False, True)]
+    pages = [
+        write_report(run, tmp_path / f"{redacted}", redacted=redacted) for redacted in (False, True)
+    ]
+    compared = [
+        render_comparison(compare_runs(run, run, redacted=redacted)) for redacted in (False, True)
+    ]
     meanings = " ".join(column["meaning"] for column in table_data(pages[0])["columns"])
-    for text in map(read_aloud, [*(page.read_text() for page in pages), *compared, f"{word} {meanings}"]):
+    for text in map(
+        read_aloud, [*(page.read_text() for page in pages), *compared, f"{word} {meanings}"]
+    ):
         assert word in text
         assert re.findall(r".{0,20}\b[Ee]xamples?\b.{0,20}", text) == []
 
@@ -72,10 +80,15 @@ def test_a_person_stands_with_its_rows(tmp_path: Path) -> None:
 def test_the_gate_counts_persons() -> None:
     run = owned(40)
     low = np.sort(run.columns["mse_bound_low"])
-    told = [in_words(each) for each in check(run, Policy(min_mse_bound=float(low[3]), max_share_spared=0.0))]
+    told = [
+        in_words(each)
+        for each in check(run, Policy(min_mse_bound=float(low[3]), max_share_spared=0.0))
+    ]
     assert "(3 patients)" in " ".join(told)
     assert "Patients with a smaller weight" in " ".join(told)
-    (broken,) = [each for each in check(owned(40, "row"), Policy(unit="person")) if each.rule == "unit"]
+    (broken,) = [
+        each for each in check(owned(40, "row"), Policy(unit="person")) if each.rule == "unit"
+    ]
     assert in_words(broken) == "Who is bound: single visits; the policy asks for whole patients."
 
 
@@ -86,4 +99,7 @@ def test_the_file_takes_persons_from_the_run(tmp_path: Path, owners: str, title:
     run = load(trained.engine.save_run(tmp_path / "run.parquet", delta=1e-3))
     assert run.about["title"] == f"Sequential on {title}"
     assert ("num_rows" in run.columns) == bool(owners)
-    assert not owners or [owners.count(key) for key in run.ids.tolist()] == run.columns["num_rows"].tolist()
+    assert (
+        not owners
+        or [owners.count(key) for key in run.ids.tolist()] == run.columns["num_rows"].tolist()
+    )

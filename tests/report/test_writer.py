@@ -29,7 +29,9 @@ def test_the_folder_is_complete_and_only_its_owner_may_read_it(tmp_path: Path) -
     assert set(summary["files"]) == names - {"index.html"}
 
 
-def test_an_older_report_stays_until_the_new_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_report_stays_until_the_new_one_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "report"
     write_report(made_up(), target)
     before = files_of(target / "index.html")
@@ -39,7 +41,11 @@ def test_an_older_report_stays_until_the_new_one_is_complete(tmp_path: Path, mon
             write_report(made_up(seed=1), target)
     with monkeypatch.context() as patch:
         rename = Path.rename
-        patch.setattr(Path, "rename", lambda self, to: rename(self, to) if self.name != "new" else os.stat("/no/such"))
+        patch.setattr(
+            Path,
+            "rename",
+            lambda self, to: rename(self, to) if self.name != "new" else os.stat("/no/such"),
+        )
         with pytest.raises(FileNotFoundError):
             write_report(made_up(seed=1), target)
     assert files_of(target / "index.html") == before
@@ -77,5 +83,7 @@ given = {"criterion": nn.CrossEntropyLoss(), "noise_multiplier": 1.0, "max_grad_
 engine.train_step(*next(iter(engine.make_private(model, optimizer, loader, **given)[-1])))
 print(sorted({"jinja2", "msgspec", "pyarrow"} & sys.modules.keys()))
 """
-    found = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
     assert found.stdout == "[]\n"

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfil.utils.errors import require
 from torchfil.utils.tables import plain_names
 
 
@@ -25,7 +24,8 @@ class ExampleIds:
         grows: Whether more examples may arrive (:meth:`rows_of`), as those of a stream do.
 
     Attributes:
-        most: The largest number of participations of any example; counted only after :meth:`count_from`.
+        most: The largest number of participations of any example; counted only after
+            :meth:`count_from`.
 
     Example:
         >>> ids = ExampleIds(0, [], grows=True)
@@ -37,19 +37,26 @@ class ExampleIds:
         (1, 2)
     """
 
-    def __init__(self, num_examples: int, keys: Sequence[Hashable] | None = None, *, grows: bool = False) -> None:
+    def __init__(
+        self, num_examples: int, keys: Sequence[Hashable] | None = None, *, grows: bool = False
+    ) -> None:
         self.num_examples, self.grows = num_examples, grows
         given = keys.tolist() if isinstance(keys, Tensor) else keys
         self.keys = [plain_key(key) for key in given] if given is not None else None
         self._row_of: dict[Hashable, int] = {}
         if self.keys is not None:
             count = len(self.keys)
-            require(count == num_examples, f"id_of gives {count} keys for {num_examples} examples; give one for each")
+            if count != num_examples:
+                raise ValueError(
+                    f"id_of gives {count} keys for {num_examples} examples; give one for each"
+                )
             self._row_of = {key: row for row, key in enumerate(self.keys)}
             if len(self._row_of) != num_examples:
                 twice = Counter(self.keys).most_common(1)[0][0]
-                remedy = "give each its own key; if a person has several rows, pass owner_of= with these keys"
-                raise ValueError(f"id_of gives {twice!r} to more than one example: {remedy}")
+                raise ValueError(
+                    f"id_of gives {twice!r} to more than one example: give each its own key; if a "
+                    "person has several rows, pass owner_of= with these keys"
+                )
 
     def all(self) -> list[Hashable]:
         """Every id, in the order of the data set."""
@@ -81,7 +88,10 @@ class ExampleIds:
         return sum(key not in self._row_of for key in set(keys))
 
     def rows_of(self, keys: Sequence[Hashable]) -> list[int]:
-        """The rows of these examples of a stream; those that arrive for the first time get the next ones."""
+        """The rows of these examples of a stream.
+
+        Those that arrive for the first time get the next ones.
+        """
         assert self.keys is not None
         for key in keys:
             if self._row_of.setdefault(key, len(self.keys)) == len(self.keys):
@@ -91,7 +101,9 @@ class ExampleIds:
         return [self._row_of[key] for key in keys]
 
     def as_array(self) -> np.ndarray:
-        """Every id, [n]: numbers as int64; anything else as text, with repr() if two texts would be the same.
+        """Every id, [n]: numbers as int64.
+
+        Anything else as text, with repr() if two texts would be the same.
 
         Example:
             >>> ExampleIds(3, ["a", 1, "1"]).as_array().tolist()
@@ -113,14 +125,25 @@ class ExampleIds:
         wanted = [plain_key(key) for key in listed]
         row_of = self._row_of
         if self.keys is None:
-            row_of = {key: key for key in wanted if type(key) is int and 0 <= key < self.num_examples}
+            row_of = {
+                key: key for key in wanted if type(key) is int and 0 <= key < self.num_examples
+            }
         unknown = [key for key in wanted if key not in row_of]
         if unknown:
-            valid = "the keys of id_of" if self.keys is not None else f"0 to {self.num_examples - 1}"
-            raise KeyError(f"unknown example ids {unknown[:5]}{' …' if len(unknown) > 5 else ''}; ids are {valid}")
+            valid = (
+                "the keys of id_of" if self.keys is not None else f"0 to {self.num_examples - 1}"
+            )
+            raise KeyError(
+                f"unknown example ids {unknown[:5]}{' …' if len(unknown) > 5 else ''}; ids are "
+                f"{valid}"
+            )
         return wanted, torch.tensor([row_of[key] for key in wanted], dtype=torch.long)
 
 
 def plain_key(key: Hashable) -> Hashable:
     """NumPy's numbers and strings, and tensors of one number, as Python objects."""
-    return key.item() if isinstance(key, np.generic) or (isinstance(key, Tensor) and key.ndim == 0) else key
+    return (
+        key.item()
+        if isinstance(key, np.generic) or (isinstance(key, Tensor) and key.ndim == 0)
+        else key
+    )

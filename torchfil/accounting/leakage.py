@@ -18,12 +18,17 @@ from torch import Tensor
 from torchfil.accounting import quantities
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger, check_repetitions, mean_ledger
-from torchfil.accounting.quantities import FEWEST_PARTICIPATIONS, Conditions, Divergence, Reading, TrackedQuantity
+from torchfil.accounting.quantities import (
+    FEWEST_PARTICIPATIONS,
+    Conditions,
+    Divergence,
+    Reading,
+    TrackedQuantity,
+)
 from torchfil.accounting.rows import first_of_equal
 from torchfil.fisher.batch import largest_eigenvalue
 from torchfil.fisher.results import Estimate, Kind, Part
 from torchfil.guessing import Guess
-from torchfil.utils.errors import require
 from torchfil.utils.tables import ArrowTable, Columns, as_table
 from torchfil.utils.text import html_table, nearest
 
@@ -44,17 +49,23 @@ class _Positions(ExampleIds):
 
 @dataclass(frozen=True)
 class LeakageSummary:
-    """What a run says about all of its measured examples together; confidential, like all measurements.
+    """What a run says about all of its measured examples together.
+
+    Confidential, like all measurements.
 
     Attributes:
         examples: n.
         measured: For how many of them the run says anything.
         steps: Private steps so far.
-        kind: The kind of the numbers: "exact", "estimate" or "lower bound" (of the FIL, if steps were paused).
-        median_fil: The median of η̄ over the measured examples; NaN if there are none, like the next two.
+        kind: The kind of the numbers: "exact", "estimate" or "lower bound" (of the FIL, if steps
+            were paused).
+        median_fil: The median of η̄ over the measured examples; NaN if there are none, like the
+            next two.
         largest_fil: The largest η̄.
-        smallest_mse_bound: 1/η̄² of the most exposed example: unbiased attackers, on average over runs; an estimate.
-        divergences: By question, the largest D over examples and answers: every attacker; an estimate.
+        smallest_mse_bound: 1/η̄² of the most exposed example: unbiased attackers, on average over
+            runs; an estimate.
+        divergences: By question, the largest D over examples and answers: every attacker; an
+            estimate.
     """
 
     examples: int
@@ -69,19 +80,30 @@ class LeakageSummary:
     def metrics(self) -> dict[str, float]:
         """The numbers by name, as floats; unknown ones are left out."""
         numbers = {"steps": float(self.steps), "measured_share": self.measured / self.examples}
-        numbers |= {name: getattr(self, name) for name in ("median_fil", "largest_fil", "smallest_mse_bound")}
-        numbers |= {f"largest_divergence/{question}": value for question, value in self.divergences.items()}
+        numbers |= {
+            name: getattr(self, name)
+            for name in ("median_fil", "largest_fil", "smallest_mse_bound")
+        }
+        numbers |= {
+            f"largest_divergence/{question}": value for question, value in self.divergences.items()
+        }
         return {name: value for name, value in numbers.items() if not math.isnan(value)}
 
     def lines(self) -> list[tuple[str, str]]:
         """The content as (name, text)."""
-        lines = [("steps", f"{self.steps:,}"), ("examples measured", f"{self.measured:,} of {self.examples:,}")]
+        lines = [
+            ("steps", f"{self.steps:,}"),
+            ("examples measured", f"{self.measured:,} of {self.examples:,}"),
+        ]
         if self.measured:
             fil = f"median {self.median_fil:.3g}, largest {self.largest_fil:.3g} ({self.kind})"
             bound = f"{self.smallest_mse_bound:.3g} (unbiased attackers; from one run, an estimate)"
             lines += [("FIL η̄", fil), ("smallest MSE bound", bound)]
             lines += [
-                (f"D of {name!r}", f"largest {value:.3g} (every attacker; from one run, an estimate)")
+                (
+                    f"D of {name!r}",
+                    f"largest {value:.3g} (every attacker; from one run, an estimate)",
+                )
                 for name, value in self.divergences.items()
             ]
         return lines
@@ -92,24 +114,28 @@ class Leakage(ArrowTable):
 
     Guarantees:
         * Every number says whether it is exact, an estimate with a standard error, or a bound.
-        * Standard errors are those of the probes and skipped steps of this run. The bounds are about the mean over
-          everything random in a run, so intervals also cover the draw of the batches and the path of the noise
-          (:mod:`torchfil.accounting.quantities`); ``interval(confidence, "probes")`` leaves them out. An example that
-          was measured in fewer than five steps has no interval (its ends are 0 and ∞): an estimate from one run.
-        * Intervals hold for an example chosen beforehand. The safest-looking of many examples look safe partly by
-          luck: more of their lower ends are too high.
-        * If steps were paused, the Fisher information of an example that took part in them is a lower bound, and
-          reading it warns.
-        * If a step had no noise, the FIL of its examples is infinite and their MSE bound 0, both with error 0:
-          sampling cannot change them.
+        * Standard errors are those of the probes and skipped steps of this run. The bounds are
+          about the mean over everything random in a run, so intervals also cover the draw of the
+          batches and the path of the noise (:mod:`torchfil.accounting.quantities`);
+          ``interval(confidence, "probes")`` leaves them out. An example that was measured in fewer
+          than five steps has no interval (its ends are 0 and ∞): an estimate from one run.
+        * Intervals hold for an example chosen beforehand. The safest-looking of many examples look
+          safe partly by luck: more of their lower ends are too high.
+        * If steps were paused, the Fisher information of an example that took part in them is a
+          lower bound, and reading it warns.
+        * If a step had no noise, the FIL of its examples is infinite and their MSE bound 0, both
+          with error 0: sampling cannot change them.
 
     Args:
         ledger: The sums.
         ids: The examples' names.
-        conditions: How the sums were made; None: by sampling, with known batches, without skipped steps.
+        conditions: How the sums were made; None: by sampling, with known batches, without skipped
+            steps.
     """
 
-    def __init__(self, ledger: Ledger, ids: ExampleIds, conditions: Conditions | None = None) -> None:
+    def __init__(
+        self, ledger: Ledger, ids: ExampleIds, conditions: Conditions | None = None
+    ) -> None:
         self.ledger = ledger
         self.ids = ids
         self.conditions = conditions or Conditions()
@@ -124,7 +150,9 @@ class Leakage(ArrowTable):
         return self.ledger.sums.at("num_coordinates", self._rows(example_ids)).clamp(min=1)
 
     def was_measured(self, example_ids: Ids = None) -> Tensor:
-        """Whether the run says anything about an example, bool [ids]: only then does a FIL of 0 mean no leakage."""
+        """Whether the run says anything about an example, bool [ids]: only then does a FIL of 0
+        mean no leakage.
+        """
         rows, sums = self._rows(example_ids), self.ledger.sums
         leaks = sums.at("trace", rows) > 0
         if self.conditions.skipping:
@@ -132,14 +160,17 @@ class Leakage(ArrowTable):
         return leaks | (sums.at("participations", rows) > sums.at("missed", rows))
 
     def get(self, name: str, example_ids: Ids = None) -> Any:
-        """A tracked quantity, read from its sums, [ids, …]; see :mod:`torchfil.accounting.quantities`.
+        """A tracked quantity, read from its sums, [ids, …].
+
+        See :mod:`torchfil.accounting.quantities`.
 
         Args:
             name: The quantity's name.
             example_ids: None: all. An id given twice appears twice.
         """
         by_name = {quantity.name: quantity for quantity in self.ledger.quantities}
-        require(name in by_name, f"{name!r} was not tracked; make_private with track=({name!r},)")
+        if name not in by_name:
+            raise ValueError(f"{name!r} was not tracked; make_private with track=({name!r},)")
         rows = self._rows(example_ids)
         return by_name[name].read(self._sums_of(by_name[name], rows), self._reading(rows))
 
@@ -152,34 +183,40 @@ class Leakage(ArrowTable):
 
         Args:
             example_ids: None: all. An id given twice appears twice.
-            kind: "trace": η̄ = sqrt(tr(I)/d), with the example's own d. "spectral": η = sqrt(‖I‖₂), exact from a
-                tracked "fim"; ``get_fil()`` times sqrt(d) bounds it from above.
+            kind: "trace": η̄ = sqrt(tr(I)/d), with the example's own d. "spectral": η = sqrt(‖I‖₂),
+                exact from a tracked "fim"; ``get_fil()`` times sqrt(d) bounds it from above.
         """
         if kind == "trace":
             return self.get_trace(example_ids).raised(0.5, self.get_num_coordinates(example_ids))
-        require(kind == "spectral", f"kind={kind!r} must be 'trace' or 'spectral'")
+        if kind != "spectral":
+            raise ValueError(f"kind={kind!r} must be 'trace' or 'spectral'")
         if "fim" in self.ledger.track:
             rows = self._rows(example_ids)
             norm = largest_eigenvalue(self.ledger.sums.at("fim", rows))
             return self._reading(rows).without_variance(norm).raised(0.5)
-        remedy = "make_private with track=('fim',), for few private coordinates"
-        raise ValueError(f"the spectral norm of a sum cannot be read from traces; {remedy}")
+        raise ValueError(
+            "the spectral norm of a sum cannot be read from traces; make_private with "
+            "track=('fim',), for few private coordinates"
+        )
 
     def get_mse_bound(self, example_ids: Ids = None) -> Estimate:
-        """d / tr(I), [ids], infinite if nothing leaked: an unbiased attacker's MSE per coordinate is at least this.
+        """d / tr(I), [ids], infinite if nothing leaked: an unbiased attacker's MSE per coordinate
+        is at least this.
 
-        This holds on average over runs, with tr(I) the mean over runs. From one run it is an estimate, which is too
-        large on average (Jensen): quote the lower end of its interval.
+        This holds on average over runs, with tr(I) the mean over runs. From one run it is an
+        estimate, which is too large on average (Jensen): quote the lower end of its interval.
         """
         return self.get_trace(example_ids).raised(-1.0, self.get_num_coordinates(example_ids))
 
-    def get_smallest_mse_bound(self, confidence: float = 0.95, of: Part = "run") -> tuple[float, float]:
+    def get_smallest_mse_bound(
+        self, confidence: float = 0.95, of: Part = "run"
+    ) -> tuple[float, float]:
         """The smallest bound of all measured examples, and an end below all of their bounds.
 
-        The end holds for all examples together with that probability, however many there are: which true bound is the
-        smallest does not depend on chance, and the smallest of all lower ends is at most the lower end of that example.
-        So one example's one-sided interval serves all. (Intervals for every example at once would need
-        ends of 1 − (1 − confidence)/n each.)
+        The end holds for all examples together with that probability, however many there are: which
+        true bound is the smallest does not depend on chance, and the smallest of all lower ends is
+        at most the lower end of that example. So one example's one-sided interval serves all.
+        (Intervals for every example at once would need ends of 1 − (1 − confidence)/n each.)
 
         Args:
             confidence: The probability.
@@ -188,18 +225,21 @@ class Leakage(ArrowTable):
         Returns:
             The smallest estimate, and the end; both infinite if nobody was measured.
         """
-        require(0.5 < confidence < 1, f"confidence={confidence}, of one end, must lie strictly between 0.5 and 1")
+        if not 0.5 < confidence < 1:
+            raise ValueError(
+                f"confidence={confidence}, of one end, must lie strictly between 0.5 and 1"
+            )
         bound, measured = self.get_mse_bound(), self.was_measured()
         low = bound.interval(2 * confidence - 1, of)[0]
-        if not bool(measured.any()):
+        if not measured.any():
             return math.inf, math.inf
         return float(bound.value[measured].min()), float(low[measured].min())
 
     def get_attribute_fil(self, example_ids: Ids = None) -> Estimate:
         """sqrt(I_jj) per private coordinate, [ids, d].
 
-        On average over runs, an unbiased guess of the coordinate is off by at least 1/sqrt(I_jj). Quote the inverse of
-        the interval's upper end.
+        On average over runs, an unbiased guess of the coordinate is off by at least 1/sqrt(I_jj).
+        Quote the inverse of the interval's upper end.
         """
         if "diagonal" not in self.ledger.track and "fim" in self.ledger.track:
             rows = self._rows(example_ids)
@@ -216,17 +256,28 @@ class Leakage(ArrowTable):
         return self.get("plis", example_ids)
 
     def summary(self) -> LeakageSummary:
-        """The run in a few numbers, over all measured examples; for a log, ``summary().metrics()``."""
+        """The run in a few numbers, over all measured examples.
+
+        For a log, ``summary().metrics()``.
+        """
         # a few operations on [n] numbers and one transfer from a GPU
         measured = self.was_measured()
         estimate = self.get_fil()
         fil = estimate.value[measured]
-        worst = {name: self.get_guess(name).divergence.value[measured] for name in self.ledger.questions}
+        worst = {
+            name: self.get_guess(name).divergence.value[measured] for name in self.ledger.questions
+        }
 
         # read together, because every float() of a tensor on a GPU waits for it
         if len(fil):
-            numbers = [fil.median(), fil.max(), *(divergence.max() for divergence in worst.values())]
-            median, largest, *divergences = torch.stack([number.double() for number in numbers]).tolist()
+            numbers = [
+                fil.median(),
+                fil.max(),
+                *(divergence.max() for divergence in worst.values()),
+            ]
+            median, largest, *divergences = torch.stack(
+                [number.double() for number in numbers]
+            ).tolist()
         else:
             median, largest, divergences = math.nan, math.nan, [math.nan] * len(worst)
         return LeakageSummary(
@@ -259,18 +310,23 @@ class Leakage(ArrowTable):
             example_ids: None: all. An id given twice appears twice.
         """
         asked = self.ledger.questions
-        remedy = f"Ask them in make_private(…, questions={{{question!r}: …}})."
-        require(bool(asked), f"This run was trained without questions. {remedy}")
-        require(question in asked, f"This run was not asked {question!r}{nearest(question, list(asked))}")
+        if not asked:
+            raise ValueError(
+                "This run was trained without questions. Ask them in make_private(…, "
+                f"questions={{{question!r}: …}})."
+            )
+        if question not in asked:
+            raise ValueError(f"This run was not asked {question!r}{nearest(question, list(asked))}")
         guess: Guess = self.get(Divergence(question, asked[question]).name, example_ids)
         return guess
 
     def get_sampling_error(self, example_ids: Ids = None) -> Tensor:
         """The standard deviation of η̄ due to the random choice of batches, [ids].
 
-        The run's sum Σ_t B_t X_t, B_t ~ Bernoulli(q), has the variance Σ_t q(1−q) X_t², estimated by (1−q) Σ B_t X_t².
-        It is 0 if batches count as known, and infinite for an example that was never drawn, about which one run says
-        nothing. Averaging repeated runs lowers it (:meth:`FILPrivacyEngine.merge`).
+        The run's sum Σ_t B_t X_t, B_t ~ Bernoulli(q), has the variance Σ_t q(1−q) X_t², estimated
+        by (1−q) Σ B_t X_t². It is 0 if batches count as known, and infinite for an example that was
+        never drawn, about which one run says nothing. Averaging repeated runs lowers it
+        (:meth:`FILPrivacyEngine.merge`).
         """
         rows, d = self._rows(example_ids), self.get_num_coordinates(example_ids)
         fil = (self.ledger.sums.at("trace", rows) / d).clamp(min=0).sqrt()
@@ -278,21 +334,24 @@ class Leakage(ArrowTable):
         return torch.where(deviation.isinf(), math.inf, _divide(deviation, 2 * d * fil))
 
     def leakage(self, example_ids: Ids = None) -> Any:
-        """One table by id: a pandas DataFrame if pandas is installed, else a dict of columns, the ids under "id".
+        """One table by id: a pandas DataFrame if pandas is installed, else a dict of columns, the
+        ids under "id".
 
-        Both also have ``to_arrow()``, ``to_polars()`` and an Arrow stream, with the ids as the first column
-        (:mod:`torchfil.utils.tables`).
+        Both also have ``to_arrow()``, ``to_polars()`` and an Arrow stream, with the ids as the
+        first column (:mod:`torchfil.utils.tables`).
 
-        Columns: ``fil`` (η̄), ``fil_error`` (of the probes and skipped steps), ``sampling_error`` (of the draw of
-        batches), ``fil_kind``, ``mse_bound``, ``mse_bound_low`` (the lower end of its 95 % interval, which covers both
-        and the path of the noise; 0: no end is claimed, the bound is an estimate from one run), ``rel_error``
-        (``fil_error`` over ``fil``), ``participations``, ``missed`` (participations that were not measured),
-        ``squared_norm`` (Σ‖g̃‖²), ``num_coordinates`` (d, if it differs between examples; 0: took no part). For every
-        question: ``NAME_divergence`` (D of its worst answer) and ``NAME_true_positive_rate`` (the largest of any
-        attacker at 1 % false positives, at the upper end of D).
+        Columns: ``fil`` (η̄), ``fil_error`` (of the probes and skipped steps), ``sampling_error``
+        (of the draw of batches), ``fil_kind``, ``mse_bound``, ``mse_bound_low`` (the lower end of
+        its 95 % interval, which covers both and the path of the noise; 0: no end is claimed, the
+        bound is an estimate from one run), ``rel_error`` (``fil_error`` over ``fil``),
+        ``participations``, ``missed`` (participations that were not measured), ``squared_norm``
+        (Σ‖g̃‖²), ``num_coordinates`` (d, if it differs between examples; 0: took no part). For
+        every question: ``NAME_divergence`` (D of its worst answer) and ``NAME_true_positive_rate``
+        (the largest of any attacker at 1 % false positives, at the upper end of D).
 
-        Read the top of the table rather than its end: the examples that look safest were partly lucky in this run. If a
-        short run skips steps at random (``fil_rate``, ``rel_error``), they are the ones that were hardly measured.
+        Read the top of the table rather than its end: the examples that look safest were partly
+        lucky in this run. If a short run skips steps at random (``fil_rate``, ``rel_error``), they
+        are the ones that were hardly measured.
         """
         return as_table(*self.columns(example_ids))
 
@@ -313,19 +372,22 @@ class Leakage(ArrowTable):
         return names, columns
 
     def arrays(self, rows: Tensor | None = None) -> dict[str, np.ndarray]:
-        """The numeric columns of :meth:`leakage`, [rows] each, for examples by their position in the data set."""
+        """The numeric columns of :meth:`leakage`, [rows] each, for examples by their position in
+        the data set.
+        """
         return self.by_parts(Leakage._columns, rows)
 
     def by_parts(
         self, read: Callable[[Leakage, Tensor], Mapping[str, Tensor]], rows: Tensor | None = None
     ) -> dict[str, np.ndarray]:
-        """The values that a function reads by example, computed for one part of the examples after the other.
+        """The values that a function reads by example, computed for one part of the examples after
+        the other.
 
         This needs little memory besides the result. Warnings appear once.
 
         Args:
-            read: Maps a copy of this object, whose ids are positions in the data set, and some of these to values by
-                name, [rows, …] each.
+            read: Maps a copy of this object, whose ids are positions in the data set, and some of
+                these to values by name, [rows, …] each.
             rows: Positions in the data set; None: all.
         """
         rows = torch.arange(self.ids.num_examples) if rows is None else rows
@@ -336,15 +398,23 @@ class Leakage(ArrowTable):
         once = Leakage(self.ledger, _Positions(self.ids.num_examples), conditions)
 
         # examples that were never drawn have the same values
-        undrawn = (self.ledger.sums.at("participations", rows) == 0) & (self.ledger.sums.at("missed", rows) == 0)
+        undrawn = (self.ledger.sums.at("participations", rows) == 0) & (
+            self.ledger.sums.at("missed", rows) == 0
+        )
         needed, places = first_of_equal(undrawn)
         parts = [
             {name: values.cpu().numpy() for name, values in read(once, part).items()}
             for part in rows[needed].split(_AT_ONCE)
         ]
-        found = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
+        found = {
+            name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])
+        }
         # they were moved to the end, and be it one alone
-        return {name: found.pop(name)[places.cpu().numpy()] for name in list(found)} if undrawn.any() else found
+        return (
+            {name: found.pop(name)[places.cpu().numpy()] for name in list(found)}
+            if undrawn.any()
+            else found
+        )
 
     def _columns(self, rows: Tensor) -> dict[str, Tensor]:
         """See :meth:`arrays`."""
@@ -364,7 +434,9 @@ class Leakage(ArrowTable):
         for question in self.ledger.questions:
             guess = self.get_guess(question, rows)
             columns[f"{question}_divergence"] = _worst(guess.divergence.value)
-            columns[f"{question}_true_positive_rate"] = _worst(guess.upper(0.95).true_positive_rate(0.01))
+            columns[f"{question}_true_positive_rate"] = _worst(
+                guess.upper(0.95).true_positive_rate(0.01)
+            )
         return columns
 
     def groups(
@@ -375,7 +447,9 @@ class Leakage(ArrowTable):
         quantiles: Sequence[float] = (0.05, 0.5, 0.95),
         question: str | None = None,
     ) -> Any:
-        """Summaries of η̄ by group, a table by group; with ``question``, of the D of its worst answer instead.
+        """Summaries of η̄ by group, a table by group.
+
+        With ``question``, of the D of its worst answer instead.
 
         Args:
             group_of: id ↦ group; ids that are not in it are left out.
@@ -384,8 +458,9 @@ class Leakage(ArrowTable):
             question: The name of a question.
 
         Returns:
-            A table with ``count``, ``mean``, ``mean_error`` (an upper bound of its standard error: the errors of
-            one batch's examples are correlated), ``max``, the quantiles and, with a threshold, ``share_above``.
+            A table with ``count``, ``mean``, ``mean_error`` (an upper bound of its standard error:
+            the errors of one batch's examples are correlated), ``max``, the quantiles and, with a
+            threshold, ``share_above``.
         """
         members: dict[Hashable, list[Hashable]] = {}
         for key, group in group_of.items():
@@ -418,45 +493,66 @@ class Leakage(ArrowTable):
     def average(cls, runs: Sequence[Leakage]) -> Leakage:
         """The mean over repeated runs on the same data, with the run-to-run standard error.
 
-        Participations are the mean over runs, rounded up: 0 only for an example that no run has drawn.
+        Participations are the mean over runs, rounded up: 0 only for an example that no run has
+        drawn.
         """
         ids, ledgers = [run.ids for run in runs], [run.ledger for run in runs]
         check_repetitions(ids, ledgers)
-        conditions = replace(runs[0].conditions, skipping=any(run.conditions.skipping for run in runs))
+        conditions = replace(
+            runs[0].conditions, skipping=any(run.conditions.skipping for run in runs)
+        )
         if len(runs) > 1:
             rate = None if conditions.sample_rate is None else 1.0
-            conditions = replace(conditions, exact=False, sample_rate=rate, degrees_of_freedom=len(runs) - 1.0)
+            conditions = replace(
+                conditions, exact=False, sample_rate=rate, degrees_of_freedom=len(runs) - 1.0
+            )
         return cls(mean_ledger(ledgers), ids[0], conditions)
 
     def _rows(self, example_ids: Ids) -> Tensor:
         return self.ids.places(example_ids).to(self.ledger.device)
 
-    # ------------------------------------------------------------------ examples by their position in the data set
+    # --------------------------------------------------- examples by their position in the data set
 
     def _kind(self, rows: Tensor) -> Kind:
         """The kind of numbers about these examples; warns if some took part in paused steps."""
         missed = self.ledger.sums.at("missed", rows)
-        if not bool((missed > 0).any()):
+        if not (missed > 0).any():
             return "exact" if self.conditions.exact else "estimate"
-        if self.conditions.typical_changes is None:  # not one part of a reading that has already warned
+        # not one part of a reading that has already warned
+        if self.conditions.typical_changes is None:
             missing = f"{int((missed > 0).sum())} of {len(rows)} examples took part in paused steps"
-            warnings.warn(f"{missing}: their FIL is a lower bound, and error bounds are not guarantees", stacklevel=5)
+            warnings.warn(
+                f"{missing}: their FIL is a lower bound, and error bounds are not guarantees",
+                stacklevel=5,
+            )
         return "lower bound"
 
     def _sums_of(self, quantity: TrackedQuantity, rows: Tensor) -> dict[str, Tensor]:
         """The sums of a quantity at these rows, those of floating point in float64."""
         at_rows = {name: self.ledger.sums.at(name, rows) for name in quantity.sums(1)}
-        return {name: value.double() if value.is_floating_point() else value for name, value in at_rows.items()}
+        return {
+            name: value.double() if value.is_floating_point() else value
+            for name, value in at_rows.items()
+        }
 
     def _reading(self, rows: Tensor) -> Reading:
         """What a tracked quantity needs to read its sums at these rows."""
         errors = {}
         if self.conditions.degrees_of_freedom is None:  # else the standard errors include them
-            errors = {name: (batches + path).sqrt() for name, (batches, path) in self._run_variances(rows).items()}
-        return Reading(self.conditions, self._kind(rows), self._sums_of(self.ledger.quantities[0], rows), errors)
+            errors = {
+                name: (batches + path).sqrt()
+                for name, (batches, path) in self._run_variances(rows).items()
+            }
+        return Reading(
+            self.conditions,
+            self._kind(rows),
+            self._sums_of(self.ledger.quantities[0], rows),
+            errors,
+        )
 
     def _typical_changes(self) -> dict[str, Tensor]:
-        """By followed sum, the mean relative change between compared participations, over all examples.
+        """By followed sum, the mean relative change between compared participations, over all
+        examples.
 
         It is infinite if no example has enough of them.
         """
@@ -466,32 +562,60 @@ class Leakage(ArrowTable):
                 total, count = torch.zeros(()), torch.zeros(())
                 for rows in self.ledger.sums["participations"].nonzero()[:, 0].split(_AT_ONCE):
                     participations = self.ledger.sums.at("participations", rows)
-                    relative, known = quantities.relative_change(name, self._sums_of(quantity, rows), participations)
-                    total, count = total.to(relative) + relative.sum(dim=0), count.to(relative) + known.sum(dim=0)
+                    relative, known = quantities.relative_change(
+                        name, self._sums_of(quantity, rows), participations
+                    )
+                    total, count = (
+                        total.to(relative) + relative.sum(dim=0),
+                        count.to(relative) + known.sum(dim=0),
+                    )
                 typical[name] = torch.where(count > 0, total / count, math.inf)
         return typical
 
     def _run_variances(self, rows: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """By followed sum, :func:`torchfil.accounting.quantities.run_variance`: due to the batches, and to the path."""
-        rate, typical = self.conditions.sample_rate, self.conditions.typical_changes or self._typical_changes()
+        """By followed sum, :func:`torchfil.accounting.quantities.run_variance`: due to the batches,
+        and to the path.
+        """
+        rate, typical = (
+            self.conditions.sample_rate,
+            self.conditions.typical_changes or self._typical_changes(),
+        )
         drawn = self.ledger.sums.at("participations", rows)
         return {
-            name: quantities.run_variance(name, self._sums_of(each, rows), drawn, rate, typical[name])
+            name: quantities.run_variance(
+                name, self._sums_of(each, rows), drawn, rate, typical[name]
+            )
             for each in self.ledger.quantities
             for name in each.followed
         }
 
     def _warn_of_few(self, rows: Tensor) -> None:
-        """Warn about examples that look safe only because a short run with skipped steps hardly measured them."""
+        """Warn about examples that look safe only because a short run with skipped steps hardly
+        measured them.
+        """
         few = self.ledger.sums.at("trace_measured", rows) < FEWEST_PARTICIPATIONS
-        if self.conditions.skipping and self.conditions.degrees_of_freedom is None and bool(few.any()):
-            told = f"{int(few.sum())} of {len(rows)} examples were measured in fewer than {FEWEST_PARTICIPATIONS} steps"
-            remedy = "Train longer, measure more steps (fil_rate, rel_error), or average runs (merge)."
-            warnings.warn(f"{told}: their low FIL may be luck, and their mse_bound_low is 0. {remedy}", stacklevel=4)
+        if (
+            self.conditions.skipping
+            and self.conditions.degrees_of_freedom is None
+            and bool(few.any())
+        ):
+            told = (
+                f"{int(few.sum())} of {len(rows)} examples were measured in fewer than "
+                f"{FEWEST_PARTICIPATIONS} steps"
+            )
+            remedy = (
+                "Train longer, measure more steps (fil_rate, rel_error), or average runs (merge)."
+            )
+            warnings.warn(
+                f"{told}: their low FIL may be luck, and their mse_bound_low is 0. {remedy}",
+                stacklevel=4,
+            )
 
 
 def _divide(a: Tensor, b: Tensor) -> Tensor:
-    """a / b, and 0 if b is 0 or infinite: nothing was measured, or all is known, so nothing is uncertain."""
+    """a / b, and 0 if b is 0 or infinite: nothing was measured, or all is known, so nothing is
+    uncertain.
+    """
     usual = (b > 0) & b.isfinite()
     return torch.where(usual, a / b.where(usual, torch.ones_like(b)), 0.0)
 

@@ -1,13 +1,14 @@
 """Running sums of Fisher information by example, over the steps of a training run.
 
-By Theorem 3 of Guo et al. 2022 the sum over the steps of a realised run is an unbiased estimate of an upper
-bound on the Fisher information of the trained model; a step without the example adds nothing.
+By Theorem 3 of Guo et al. 2022 the sum over the steps of a realised run is an unbiased estimate of
+an upper bound on the Fisher information of the trained model; a step without the example adds
+nothing.
 
-What a step adds is queued where it was computed, and nothing is launched or waited for. The queue is booked for many
-steps at once when it is full, and before anything is read or saved.
+What a step adds is queued where it was computed, and nothing is launched or waited for. The queue
+is booked for many steps at once when it is full, and before anything is read or saved.
 
-The mean over repeated runs on the same data (:func:`mean_ledger`) is one ledger whose errors are the spread between the
-runs.
+The mean over repeated runs on the same data (:func:`mean_ledger`) is one ledger whose errors are
+the spread between the runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.ids import ExampleIds
-from torchfil.accounting.quantities import OWN_SUMS, Divergence, QuestionSpec, Sum, Track, compared, path_sums, tracked
+from torchfil.accounting.quantities import (
+    OWN_SUMS,
+    Divergence,
+    QuestionSpec,
+    Sum,
+    Track,
+    compared,
+    path_sums,
+    tracked,
+)
 from torchfil.accounting.rows import Rows, RowTable, bytes_per_row, in_rounds
 
 STEPS_QUEUED = 32  # steps that are booked together
@@ -39,12 +49,12 @@ class Contribution:
     Attributes:
         rows: Example numbers, [batch]; on the CPU, because booking waits for numbers on a GPU.
         squared_norm: ‖g̃‖², [batch].
-        measured: Whether Fisher information was measured, or skipped at random; otherwise the step was paused for these
-            examples.
-        additions: What is added to each of the tracked quantities' sums, by name, [batch, …] each, already weighted by
-            1/π; empty if the step was skipped at random.
-        num_coordinates: How many private coordinates each example has, [batch], or one number for all; None: as many
-            as the ledger.
+        measured: Whether Fisher information was measured, or skipped at random; otherwise the step
+            was paused for these examples.
+        additions: What is added to each of the tracked quantities' sums, by name, [batch, …] each,
+            already weighted by 1/π; empty if the step was skipped at random.
+        num_coordinates: How many private coordinates each example has, [batch], or one number for
+            all; None: as many as the ledger.
     """
 
     rows: Tensor
@@ -57,16 +67,17 @@ class Contribution:
 class Ledger:
     """Sums per example: values in float64, sums for their errors in float32, counts in int32.
 
-    Besides the sums of the trace and the tracked quantities (:mod:`torchfil.accounting.quantities`) it keeps, [n] each:
-    ``participations``; ``missed``, participations in paused steps; ``squared_norm``, Σ‖g̃‖²; ``num_coordinates``, the
-    largest number of private coordinates that an example was seen with (0: never seen).
+    Besides the sums of the trace and the tracked quantities (:mod:`torchfil.accounting.quantities`)
+    it keeps, [n] each: ``participations``; ``missed``, participations in paused steps;
+    ``squared_norm``, Σ‖g̃‖²; ``num_coordinates``, the largest number of private coordinates that an
+    example was seen with (0: never seen).
 
     Args:
         num_examples: n.
         num_coordinates: d. If nothing is kept by coordinate, examples may have different d.
         device: Where the sums live.
-        track: What to keep besides the trace: "diagonal" (2nd numbers), "fim" (nd² numbers), "plis" (nd), or a
-            registered quantity.
+        track: What to keep besides the trace: "diagonal" (2nd numbers), "fim" (nd² numbers), "plis"
+            (nd), or a registered quantity.
         questions: By name, the questions whose divergences are kept.
 
     Attributes:
@@ -77,7 +88,9 @@ class Ledger:
 
     Example:
         >>> ledger = Ledger(num_examples=3, num_coordinates=2)
-        >>> ledger.add(Contribution(torch.tensor([0, 2]), torch.ones(2)))  # a step that was skipped at random
+        >>> ledger.add(
+        ...     Contribution(torch.tensor([0, 2]), torch.ones(2))
+        ... )  # a step that was skipped at random
         >>> ledger.sums["participations"].tolist()
         [1, 0, 1]
         >>> ledger
@@ -94,12 +107,19 @@ class Ledger:
     ) -> None:
         self.laid_out = num_coordinates
         self.questions = dict(questions or {})
-        self.quantities = (*tracked(track), *(Divergence(name, asked) for name, asked in self.questions.items()))
+        self.quantities = (
+            *tracked(track),
+            *(Divergence(name, asked) for name, asked in self.questions.items()),
+        )
         self.track = tuple([each.name for each in tracked(track) if each.name != "trace"])
         self.steps = self.missed_steps = 0
-        self.by_coordinate = tuple([quantity.name for quantity in self.quantities if quantity.by_coordinate])
+        self.by_coordinate = tuple(
+            [quantity.name for quantity in self.quantities if quantity.by_coordinate]
+        )
         self._followed = [name for quantity in self.quantities for name in quantity.followed]
-        self._unless_told = {name: value for each in self.quantities for name, value in each.unless_told.items()}
+        self._unless_told = {
+            name: value for each in self.quantities for name, value in each.unless_told.items()
+        }
 
         # the sums: their shapes, and which of them are large
         layout: dict[str, Sum] = {}
@@ -124,11 +144,15 @@ class Ledger:
             >>> Ledger.bytes_needed(1, 10), Ledger.bytes_needed(1, 10, ("diagonal",))
             (68, 188)
         """
-        return Ledger(num_examples, num_coordinates, "meta", *options).sums.num_bytes  # without storage
+        # without storage
+        return Ledger(num_examples, num_coordinates, "meta", *options).sums.num_bytes
 
     def __repr__(self) -> str:
         """What it holds, and its memory."""
-        kept, size = ", ".join(("trace", *self.track, *self.questions)), f"{self.bytes_per_example:,} bytes per example"
+        kept, size = (
+            ", ".join(("trace", *self.track, *self.questions)),
+            f"{self.bytes_per_example:,} bytes per example",
+        )
         content = f"{kept} of {self.num_examples:,} examples after {self.steps:,} steps"
         return f"Ledger({content}, {size}, {self.sums.num_bytes / 2**20:,.1f} MiB now)"
 
@@ -162,22 +186,30 @@ class Ledger:
         return self.sums["num_coordinates"].clamp(min=1)
 
     def check_coordinates(self, num_coordinates: int) -> None:
-        """Raise if examples with this many private coordinates do not fit the sums by coordinate."""
+        """Raise if examples with this many private coordinates do not fit the sums by
+        coordinate.
+        """
         if num_coordinates != self.laid_out and self.by_coordinate:
-            differ = f"this batch has {num_coordinates} private coordinates per example, earlier ones {self.laid_out}"
-            raise ValueError(f"{differ}: pass private=Private(max_length=…), or leave out track={self.by_coordinate}")
+            raise ValueError(
+                f"this batch has {num_coordinates} private coordinates per example, earlier ones "
+                f"{self.laid_out}: pass private=Private(max_length=…), or leave out "
+                f"track={self.by_coordinate}"
+            )
 
     def grow(self, num_examples: int) -> None:
         """Make room for this many examples; the new ones have not taken part yet."""
         self._sums.extend(num_examples)
 
     def add(self, *contributions: Contribution) -> None:
-        """Add the contributions of the batches of one step; each example occurs in them at most once.
+        """Add the contributions of the batches of one step.
+
+        Each example occurs in them at most once.
 
         They are queued, and booked by a later call: their tensors must not change any more.
 
         Raises:
-            ValueError: What is added to a sum has another shape than the sum; nothing of the step is added.
+            ValueError: What is added to a sum has another shape than the sum; nothing of the step
+                is added.
         """
         self.flush_if_full()
         queued, size, layout = [], self._bytes_queued, self._sums.layout
@@ -186,16 +218,26 @@ class Ledger:
             for name, value in each.additions.items():
                 size += value.nbytes
                 if value.shape != (len(each.rows), *layout[name].shape):
-                    needed = f"for {len(each.rows)} examples it must have {(len(each.rows), *layout[name].shape)}"
-                    raise ValueError(f"what is added to {name!r} has shape {tuple(value.shape)}; {needed}")
+                    raise ValueError(
+                        f"what is added to {name!r} has shape {tuple(value.shape)}; for "
+                        f"{len(each.rows)} examples it must have "
+                        f"{(len(each.rows), *layout[name].shape)}"
+                    )
             if len(each.rows):
                 told: dict[str, Tensor | float] = {
                     "participations": 1,
                     "missed": int(not each.measured),
                     "squared_norm": each.squared_norm,
-                    "num_coordinates": self.laid_out if each.num_coordinates is None else each.num_coordinates,
+                    "num_coordinates": self.laid_out
+                    if each.num_coordinates is None
+                    else each.num_coordinates,
                 }
-                queued.append((each.rows, {**told, **self._unless_told, **each.additions} if each.measured else told))
+                queued.append(
+                    (
+                        each.rows,
+                        {**told, **self._unless_told, **each.additions} if each.measured else told,
+                    )
+                )
         self._queue += queued
         self._bytes_queued, self._steps_queued = size, self._steps_queued + 1
 
@@ -205,7 +247,10 @@ class Ledger:
             self.flush()
 
     def flush(self) -> None:
-        """Book what is queued; every reader does this first. After an exception all sums are as before."""
+        """Book what is queued.
+
+        Every reader does this first. After an exception all sums are as before.
+        """
         if self._queue:
             self._book()
         self._queue, self._steps_queued, self._bytes_queued = [], 0, 0
@@ -239,16 +284,23 @@ class Ledger:
 
     def _column(self, name: str) -> Tensor:
         """What is queued for a sum, [entries, …], on its device."""
-        shape, numbers = self._sums.layout[name].shape, [told.get(name, 0) for _, told in self._queue]
+        shape, numbers = (
+            self._sums.layout[name].shape,
+            [told.get(name, 0) for _, told in self._queue],
+        )
         tensors = [number for number in numbers if isinstance(number, Tensor)]
         if tensors:
             parts = [
-                number if isinstance(number, Tensor) else tensors[0].new_full((len(rows), *shape), number)
+                number
+                if isinstance(number, Tensor)
+                else tensors[0].new_full((len(rows), *shape), number)
                 for (rows, _), number in zip(self._queue, numbers, strict=True)
             ]
             return torch.cat(parts).to(self.device)
         sizes = [len(rows) for rows, _ in self._queue]
-        column = torch.tensor(numbers, dtype=torch.float64).repeat_interleave(torch.tensor(sizes, dtype=torch.long))
+        column = torch.tensor(numbers, dtype=torch.float64).repeat_interleave(
+            torch.tensor(sizes, dtype=torch.long)
+        )
         column = column.view(-1, *(1,) * len(shape)).expand(-1, *shape)
         return column.to(self.device, non_blocking=True)
 
@@ -258,21 +310,28 @@ class Ledger:
             "num_examples": self.num_examples,
             "num_coordinates": self.num_coordinates,
             "track": list(self.track),
-            "questions": {name: [list(asked.answers), *asked[1:]] for name, asked in self.questions.items()},
+            "questions": {
+                name: [list(asked.answers), *asked[1:]] for name, asked in self.questions.items()
+            },
             "steps": self.steps,
             "missed_steps": self.missed_steps,
             "sums": {name: value.clone() for name, value in self.sums.items()},
         }
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], device: torch.device | str = "cpu") -> Ledger:
+    def from_state_dict(
+        cls, state: Mapping[str, Any], device: torch.device | str = "cpu"
+    ) -> Ledger:
         """The ledger with this state.
 
         Args:
             state: From :meth:`state_dict`.
             device: As for a new ledger.
         """
-        asked = {name: QuestionSpec(tuple(answers), *more) for name, (answers, *more) in state["questions"].items()}
+        asked = {
+            name: QuestionSpec(tuple(answers), *more)
+            for name, (answers, *more) in state["questions"].items()
+        }
         ledger = cls(state["num_examples"], state["num_coordinates"], device, state["track"], asked)
         ledger.steps, ledger.missed_steps = int(state["steps"]), int(state["missed_steps"])
         for name, own in ledger.sums.items():
@@ -280,11 +339,16 @@ class Ledger:
         return ledger
 
 
-def _follow(name: str, sums: Rows, added: dict[str, Tensor], rounds: Sequence[tuple[int, slice]]) -> None:
-    """Book the path of a sum, before it is booked how often it was measured; nothing else is added to its state.
+def _follow(
+    name: str, sums: Rows, added: dict[str, Tensor], rounds: Sequence[tuple[int, slice]]
+) -> None:
+    """Book the path of a sum, before it is booked how often it was measured.
 
-    Where a comparison is due, the change of X since the last compared participation is noted; X is compared at the
-    participation after m measured ones if ``compared(m + 1) == m``, at the distance m − ``compared(m)``.
+    Nothing else is added to its state.
+
+    Where a comparison is due, the change of X since the last compared participation is noted; X is
+    compared at the participation after m measured ones if ``compared(m + 1) == m``, at the distance
+    m − ``compared(m)``.
     """
     _, last, changes, measured = path_sums(name)
     is_measured = added[measured] > 0  # the step was not skipped
@@ -315,14 +379,24 @@ def check_repetitions(ids: Sequence[ExampleIds], ledgers: Sequence[Ledger]) -> N
     for names, ledger in zip(ids, ledgers, strict=True):
         # of texts, one run may not have seen the longest
         may_differ = not (ledger.by_coordinate or ledger.same_coordinates or first.same_coordinates)
-        same = names.all() == ids[0].all() and (ledger.num_coordinates == first.num_coordinates or may_differ)
+        same = names.all() == ids[0].all() and (
+            ledger.num_coordinates == first.num_coordinates or may_differ
+        )
         if not same or (ledger.track, ledger.questions) != (first.track, first.questions):
-            told = [(each.num_examples, each.num_coordinates, each.track, each.questions) for each in ledgers]
-            raise ValueError(f"runs to average must share data, private coordinates, track and questions; got {told}")
+            told = [
+                (each.num_examples, each.num_coordinates, each.track, each.questions)
+                for each in ledgers
+            ]
+            raise ValueError(
+                "runs to average must share data, private coordinates, track and questions; got "
+                f"{told}"
+            )
 
 
 def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:
-    """The mean of several runs' sums, as a new ledger; with two or more runs, their variances are Var/runs.
+    """The mean of several runs' sums, as a new ledger.
+
+    With two or more runs, their variances are Var/runs.
 
     Participations are rounded up: 0 only for an example that no run has drawn.
     """
@@ -356,11 +430,12 @@ def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:
 
 
 class Timeline:
-    """The median, the 95 % quantile and the maximum of η̄ = sqrt(tr(I)/d) over all examples, at some of the steps.
+    """The median, the 95 % quantile and the maximum of η̄ = sqrt(tr(I)/d) over all examples, at
+    some of the steps.
 
-    Every ``stride``-th step is noted at first. Whenever there are 200 points, every second one is dropped, and from
-    then on half as many steps are noted. So a run of any length keeps at most 200 equally spaced points, and rarely
-    reads the ledger. Examples that were not drawn yet count as 0.
+    Every ``stride``-th step is noted at first. Whenever there are 200 points, every second one is
+    dropped, and from then on half as many steps are noted. So a run of any length keeps at most 200
+    equally spaced points, and rarely reads the ledger. Examples that were not drawn yet count as 0.
 
     Args:
         stride: The initial number of steps between two points.
@@ -368,22 +443,29 @@ class Timeline:
 
     def __init__(self, stride: int = 1) -> None:
         self.stride = stride
-        self.points: dict[int, Tensor] = {}  # by step, [3] each, on the ledger's device: no waiting for a GPU
+        # by step, [3] each, on the ledger's device: no waiting for a GPU
+        self.points: dict[int, Tensor] = {}
 
     def is_due(self, step: int) -> bool:
         """Whether this step is to be noted."""
         return step % self.stride == 0
 
     def note(self, step: int, trace: Tensor, num_coordinates: Tensor | int) -> None:
-        """Note the traces and d of the examples, [n] each, after ``step`` steps, if this step is due."""
+        """Note the traces and d of the examples, [n] each, after ``step`` steps, if this step is
+        due.
+        """
         if not self.is_due(step):
             return
         self.points[step] = summary(trace, num_coordinates)
         if len(self.points) >= MAX_POINTS:
             self.stride *= 2
-            self.points = {noted: point for noted, point in self.points.items() if self.is_due(noted)}
+            self.points = {
+                noted: point for noted, point in self.points.items() if self.is_due(noted)
+            }
 
-    def table(self, step: int, trace: Tensor, num_coordinates: Tensor | int) -> tuple[list[int], Tensor]:
+    def table(
+        self, step: int, trace: Tensor, num_coordinates: Tensor | int
+    ) -> tuple[list[int], Tensor]:
         """The noted steps and their points, [t, 3], ending with the current one."""
         points = dict(self.points)
         if step and step not in points:
@@ -408,7 +490,14 @@ def _stacked(points: Mapping[int, Tensor]) -> Tensor:
 
 
 def summary(trace: Tensor, num_coordinates: Tensor | int) -> Tensor:
-    """Median, 95 % quantile and maximum of sqrt(trace/d), [3]; quantiles are values that occur (the higher one)."""
+    """Median, 95 % quantile and maximum of sqrt(trace/d), [3].
+
+    Quantiles are values that occur (the higher one).
+    """
     ordered = (trace / num_coordinates).sort().values
     median, high = math.ceil(0.5 * len(trace)), math.ceil(0.95 * len(trace))
-    return torch.stack([ordered[max(0, median - 1)], ordered[max(0, high - 1)], ordered[-1]]).clamp(min=0).sqrt()
+    return (
+        torch.stack([ordered[max(0, median - 1)], ordered[max(0, high - 1)], ordered[-1]])
+        .clamp(min=0)
+        .sqrt()
+    )

@@ -1,12 +1,15 @@
-"""How often each example had which noise: its own clipped norms, from which its individual ε is computed.
+"""How often each example had which noise: its own clipped norms, from which its individual ε is
+computed.
 
-A step has for example i the noise multiplier σC/‖g̃_i‖. Noise multipliers are rounded down to a grid: level k is
-anchor · 1.05^(k − 8), where the anchor is the first step's σ. Between participations the last known norm holds.
+A step has for example i the noise multiplier σC/‖g̃_i‖. Noise multipliers are rounded down to a
+grid: level k is anchor · 1.05^(k − 8), where the anchor is the first step's σ. Between
+participations the last known norm holds.
 
-An example has few entries of a level and a count. If it had more levels than there are entries, two neighbours are
-merged at the lower level, which has less noise, so that its RDP is never understated. The two are chosen whose union
-adds least to Σ count · 1.05^(−2k), which the RDP of subsampled noise roughly follows. For norms that spread over a
-factor of 50, twelve entries made ε larger by 1 to 4 %.
+An example has few entries of a level and a count. If it had more levels than there are entries, two
+neighbours are merged at the lower level, which has less noise, so that its RDP is never
+understated. The two are chosen whose union adds least to Σ count · 1.05^(−2k), which the RDP of
+subsampled noise roughly follows. For norms that spread over a factor of 50, twelve entries made ε
+larger by 1 to 4 %.
 """
 
 from __future__ import annotations
@@ -39,22 +42,26 @@ _NORMS_QUEUED = 2**20  # of 12 bytes each, at most
 
 
 class NormHistory:
-    """For every example, the number of steps at each effective noise multiplier σC/‖g̃‖, rounded down.
+    """For every example, the number of steps at each effective noise multiplier σC/‖g̃‖, rounded
+    down.
 
-    An example has twelve entries of a level and a count, its last known norm, and the step from which it holds: 68
-    bytes.
+    An example has twelve entries of a level and a count, its last known norm, and the step from
+    which it holds: 68 bytes.
 
-    Norms are queued, and entered for many steps at once when the queue is full and before anything is read. With
-    several ranks, each queues its own norms (12 bytes per participation). All ranks exchange them every so many steps
-    and before reading, and enter everybody's in order: :meth:`enter` is then collective, and no reader calls it. The
-    history is the same on all ranks, and exact for any sampler.
+    Norms are queued, and entered for many steps at once when the queue is full and before anything
+    is read. With several ranks, each queues its own norms (12 bytes per participation). All ranks
+    exchange them every so many steps and before reading, and enter everybody's in order:
+    :meth:`enter` is then collective, and no reader calls it. The history is the same on all ranks,
+    and exact for any sampler.
 
     Args:
         num_examples: n.
         device: Where the rows lie.
         clip_weights: The largest possible ‖g̃‖/C of each example, [n]; None: 1.
-        own_steps: Whether only steps that used an example count for it, because batches may be known.
-        exchange: Returns the rows of all ranks for this rank's rows, [norms, 3] each; None: a single process.
+        own_steps: Whether only steps that used an example count for it, because batches may be
+            known.
+        exchange: Returns the rows of all ranks for this rank's rows, [norms, 3] each; None: a
+            single process.
         every: With several ranks, the number of steps after which they exchange their norms.
 
     Attributes:
@@ -111,17 +118,22 @@ class NormHistory:
 
     # ------------------------------------------------------------------ steps
 
-    def step(self, rows: Tensor, ratio: Tensor, noise_multiplier: float, sample_rate: float) -> None:
+    def step(
+        self, rows: Tensor, ratio: Tensor, noise_multiplier: float, sample_rate: float
+    ) -> None:
         """Account one released step in which the examples ``rows`` had clipped norms ``ratio`` · C.
 
-        They are queued until :meth:`enter_if_full`. With several ranks, they are the examples of this one.
+        They are queued until :meth:`enter_if_full`. With several ranks, they are the examples of
+        this one.
         """
         if noise_multiplier == 0:
             self.noiseless = True
         else:
             if self.anchor == 0:
                 self.anchor = self.noise_multiplier = noise_multiplier
-            if noise_multiplier != (self._changes[-1][1] if self._changes else self.noise_multiplier):
+            if noise_multiplier != (
+                self._changes[-1][1] if self._changes else self.noise_multiplier
+            ):
                 self._changes.append((self.steps, noise_multiplier))
             self.lowest = min(self.lowest, noise_multiplier)
             self.sample_rate = max(self.sample_rate, sample_rate)
@@ -130,7 +142,10 @@ class NormHistory:
         self.steps += 1
 
     def set_ratios(self, rows: Tensor, ratio: Tensor) -> None:
-        """Set the norms of these examples from now on, as a refresh pass found them; the next step may change them."""
+        """Set the norms of these examples from now on, as a refresh pass found them.
+
+        The next step may change them.
+        """
         self._queue.append((2 * self.steps, rows, ratio))
         self._queued += len(rows)
 
@@ -142,13 +157,19 @@ class NormHistory:
 
     def enter_if_full(self) -> None:
         """Enter what is queued if it is much (collective then, if there are several ranks)."""
-        if self.steps - self._entered >= self._every or (self._queued >= _NORMS_QUEUED and self._exchange is None):
+        if self.steps - self._entered >= self._every or (
+            self._queued >= _NORMS_QUEUED and self._exchange is None
+        ):
             self.enter()
 
     def enter(self) -> None:
-        """Enter what is queued, of all ranks, in the order of the steps (collective, if there are several)."""
+        """Enter what is queued, of all ranks, in the order of the steps (collective, if there are
+        several).
+        """
         when, rows, ratio = self._joined()
-        ends = torch.searchsorted(when, torch.tensor([2 * step for step, _ in self._changes])).tolist()
+        ends = torch.searchsorted(
+            when, torch.tensor([2 * step for step, _ in self._changes])
+        ).tolist()
         first = 0
         for end, (step, noise_multiplier) in zip(ends, self._changes, strict=True):
             self._enter(when[first:end], rows[first:end], ratio[first:end])
@@ -161,7 +182,10 @@ class NormHistory:
         self._clear()
 
     def _joined(self) -> tuple[Tensor, Tensor, Tensor]:
-        """When, rows and ratios, of all ranks, [norms] each, in the order of time; twice the step, + 1 in the step."""
+        """When, rows and ratios, of all ranks, [norms] each, in the order of time.
+
+        Twice the step, + 1 in the step.
+        """
         queue = self._queue or [(0, torch.zeros(0, dtype=torch.long), torch.zeros(0))]
         when = torch.tensor([moment for moment, *_ in queue], dtype=torch.int32)
         when = when.repeat_interleave(torch.tensor([len(rows) for _, rows, _ in queue]))
@@ -185,11 +209,15 @@ class NormHistory:
                 self._count([each[:size] for each in numbers], ratio[here], when[here])
 
     def _count(self, numbers: Sequence[Tensor], ratio: Tensor, when: Tensor) -> None:
-        """Count the steps of some examples up to ``when``, and set their norms; ``numbers``: see the layout."""
+        """Count the steps of some examples up to ``when``, and set their norms; ``numbers``: see
+        the layout.
+        """
         levels, counts, old, since = numbers
         level, count = (ratio, when % 2) if self._own_steps else (old, when // 2 - since)
         if self.anchor > 0:
-            for entries, booked in zip(numbers, added(levels, counts, self.levels_of(level), count), strict=False):
+            for entries, booked in zip(
+                numbers, added(levels, counts, self.levels_of(level), count), strict=False
+            ):
                 entries.copy_(booked)
         since.copy_(when // 2)
         old.copy_(ratio)
@@ -218,7 +246,9 @@ class NormHistory:
         return table.scatter_add_(1, self.levels_of(ratio)[:, None], (self.steps - since)[:, None])
 
     def untouched(self, rows: Tensor) -> Tensor:
-        """Whether these examples have had the norm C at every step, as those have that were never drawn, [rows]."""
+        """Whether these examples have had the norm C at every step, as those have that were never
+        drawn, [rows].
+        """
         self._flush()
         ratio, since, counts = (self._rows.at(name, rows) for name in ("ratio", "since", "counts"))
         return (ratio == 1) & (since == 0) & (counts[:, 0] == 0)
@@ -229,7 +259,10 @@ class NormHistory:
         return LEVELS - 1 - torch.bucketize(ratio.contiguous(), edges)
 
     def multipliers(self) -> list[float]:
-        """The noise multiplier of each grid level; the lowest level holds everything below it too."""
+        """The noise multiplier of each grid level.
+
+        The lowest level holds everything below it too.
+        """
         grid = [self.anchor * RATIO ** (k - _BELOW) for k in range(LEVELS)]
         grid[0] = min(grid[0], self.lowest)
         return grid
@@ -255,9 +288,11 @@ class NormHistory:
 
 @lru_cache(maxsize=64)
 def _edges(relative_noise: float, device: torch.device) -> Tensor:
-    """The largest ratio ‖g̃‖/C of each level except the lowest, from the last level on, [levels − 1].
+    """The largest ratio ‖g̃‖/C of each level except the lowest, from the last level on, [levels −
+    1].
 
-    A ratio r belongs to the last level whose noise multiplier, in units of the anchor, is at most ``relative_noise``/r.
+    A ratio r belongs to the last level whose noise multiplier, in units of the anchor, is at most
+    ``relative_noise``/r.
     """
     levels = torch.arange(LEVELS - 1, 0, -1, dtype=torch.float64)
     slack = 1e-5  # in levels, so that numbers on the grid are not rounded off it
@@ -265,7 +300,8 @@ def _edges(relative_noise: float, device: torch.device) -> Tensor:
 
 
 def added(levels: Tensor, counts: Tensor, level: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """The entries of some examples after ``count`` more steps at ``level``, with the same number of entries.
+    """The entries of some examples after ``count`` more steps at ``level``, with the same number of
+    entries.
 
     Args:
         levels: uint8, [rows, entries].
@@ -274,7 +310,10 @@ def added(levels: Tensor, counts: Tensor, level: Tensor, count: Tensor) -> tuple
         count: [rows].
 
     Example:
-        >>> levels, counts = torch.tensor([[8, 10]], dtype=torch.uint8), torch.tensor([[3, 1]], dtype=torch.int32)
+        >>> levels, counts = (
+        ...     torch.tensor([[8, 10]], dtype=torch.uint8),
+        ...     torch.tensor([[3, 1]], dtype=torch.int32),
+        ... )
         >>> added(levels, counts, torch.tensor([11]), torch.tensor([2]))
         (tensor([[ 8, 10]], dtype=torch.uint8), tensor([[3, 3]], dtype=torch.int32))
     """
@@ -284,16 +323,20 @@ def added(levels: Tensor, counts: Tensor, level: Tensor, count: Tensor) -> tuple
 
 
 def squeezed(levels: Tensor, counts: Tensor, entries: int) -> tuple[Tensor, Tensor]:
-    """The same in fewer entries, [rows, entries] each, which never understates the loss; levels ascend.
+    """The same in fewer entries, [rows, entries] each, which never understates the loss.
 
-    Equal levels are merged and entries without a count are dropped first, because both cost nothing.
+    Levels ascend.
+
+    Equal levels are merged and entries without a count are dropped first, because both cost
+    nothing.
     """
     levels = torch.where(counts > 0, levels, _EMPTY)
     order = levels.argsort(dim=1)
     levels, counts = levels.gather(1, order), counts.gather(1, order)
     while levels.shape[1] > entries:
         weight = torch.pow(RATIO, -2.0 * levels)
-        upper = ((weight[:, :-1] - weight[:, 1:]) * counts[:, 1:]).argmin(dim=1, keepdim=True)  # merged with the next
+        # merged with the next
+        upper = ((weight[:, :-1] - weight[:, 1:]) * counts[:, 1:]).argmin(dim=1, keepdim=True)
 
         # the next entry's steps count at the lower level, and the entry is removed
         counts = counts.scatter_add(1, upper, counts.gather(1, upper + 1))

@@ -1,6 +1,8 @@
-"""Who owns which rows: the unit of privacy is a person, and a person may have several rows of a data set.
+"""Who owns which rows: the unit of privacy is a person, and a person may have several rows of a
+data set.
 
-Owner o has the rows R_o. How many rows an owner has counts as public; which values they hold does not.
+Owner o has the rows R_o. How many rows an owner has counts as public; which values they hold does
+not.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.ids import plain_key
-from torchfil.utils.errors import require
 
 
 class Owners:
@@ -40,10 +41,13 @@ class Owners:
         listed = by_row.tolist() if isinstance(by_row, Tensor | np.ndarray) else by_row
         names = [plain_key(key) for key in listed]
         for row, name in enumerate(names):
-            several = isinstance(name, list | tuple | set | frozenset | Tensor | np.ndarray)
-            remedy = "name those who share rows as one owner (a copy for each would still hold the others' data)"
-            require(not several, f"row {row} has several owners, {name!r}; {remedy}")
-            require(name is not None and name == name, f"row {row} has no owner ({name!r}); name one, or leave it out")
+            if isinstance(name, list | tuple | set | frozenset | Tensor | np.ndarray):
+                raise ValueError(
+                    f"row {row} has several owners, {name!r}; name those who share rows as one "
+                    "owner (a copy for each would still hold the others' data)"
+                )
+            if not (name is not None and name == name):
+                raise ValueError(f"row {row} has no owner ({name!r}); name one, or leave it out")
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         self.keys = list(numbers)
         self.of_row = torch.tensor([numbers[name] for name in names], dtype=torch.long)
@@ -54,7 +58,10 @@ class Owners:
 
     @cached_property
     def _sorted(self) -> tuple[Tensor, Tensor]:
-        """The rows of the first owner, then those of the second, …, [rows]; where those of each begin, [owners]."""
+        """The rows of the first owner, then those of the second, …, [rows].
+
+        Where those of each begin, [owners].
+        """
         return self.of_row.argsort(stable=True), self.counts.cumsum(0) - self.counts
 
     @cached_property
@@ -66,7 +73,10 @@ class Owners:
         return place
 
     def rows(self, owners: Sequence[int], most: int | None = None) -> list[int]:
-        """The rows of these owners, one owner after the other; at most ``most`` of each, drawn at random."""
+        """The rows of these owners, one owner after the other.
+
+        At most ``most`` of each, drawn at random.
+        """
         order, starts = self._sorted
         found: list[int] = []
         for owner in owners:

@@ -1,24 +1,28 @@
-r"""How much to measure: probes and the share of steps for a target accuracy, and who deserves more probes.
+r"""How much to measure: probes and the share of steps for a target accuracy, and who deserves more
+probes.
 
-One participation of an example, measured with probability π by k probes of relative variance v each, adds X² w to the
-variance of its sum, w = (1 + v/k)/π − 1. Suppose m participations have the relative variance e², and R more follow,
-each c times the mean of the past ones (most examples leak less and less). The target r² is reached at the end if
+One participation of an example, measured with probability π by k probes of relative variance v
+each, adds X² w to the variance of its sum, w = (1 + v/k)/π − 1. Suppose m participations have the
+relative variance e², and R more follow, each c times the mean of the past ones (most examples leak
+less and less). The target r² is reached at the end if
 
     r² (m + cR)² = e² m² + h c² R w,
 
-where h = m Σx²/(Σx)² shows how unevenly an example's sum is made up (1: equal parts). This gives w. The cheapest way to
-spend it is few probes on few steps: k = 2 (one probe says nothing about its error) and π = (1 + v/k)/(1 + w), with more
-probes only if π would exceed 1. The choice depends only on the past, and the training does not depend on it, so every
-sum stays unbiased.
+where h = m Σx²/(Σx)² shows how unevenly an example's sum is made up (1: equal parts). This gives w.
+The cheapest way to spend it is few probes on few steps: k = 2 (one probe says nothing about its
+error) and π = (1 + v/k)/(1 + w), with more probes only if π would exceed 1. The choice depends only
+on the past, and the training does not depend on it, so every sum stays unbiased.
 
-A few examples determine the lower end that holds for all examples together, in two ways. First, the most exposed must
-be known closely; these have the largest sums so far. Second, if an example hardly leaks until one step makes up most of
-its sum, its number depends on that step's probe alone; in such a step the clipped gradient is large compared with what
-the example has leaked so far. The step's addition is predicted as x = κ‖g̃‖², where κ is the batch's ratio of Σ tr I to
-Σ‖g̃‖² so far, and x²/(Σ tr I + x) is large for such steps.
+A few examples determine the lower end that holds for all examples together, in two ways. First, the
+most exposed must be known closely; these have the largest sums so far. Second, if an example hardly
+leaks until one step makes up most of its sum, its number depends on that step's probe alone; in
+such a step the clipped gradient is large compared with what the example has leaked so far. The
+step's addition is predicted as x = κ‖g̃‖², where κ is the batch's ratio of Σ tr I to Σ‖g̃‖² so far,
+and x²/(Σ tr I + x) is large for such steps.
 
-Both criteria depend on the past and on the weights, never on the probes of the step. So measuring these examples again,
-with more probes that replace the first, keeps every sum unbiased. Nothing waits for a GPU.
+Both criteria depend on the past and on the weights, never on the probes of the step. So measuring
+these examples again, with more probes that replace the first, keeps every sum unbiased. Nothing
+waits for a GPU.
 """
 
 from __future__ import annotations
@@ -64,7 +68,9 @@ def choose(
         unevenness: h.
     """
     final = target**2 * (passes + trend * remaining) ** 2
-    allowed = max(final - relative_variance * passes**2, _SLACK * final) / (unevenness * trend**2 * remaining)
+    allowed = max(final - relative_variance * passes**2, _SLACK * final) / (
+        unevenness * trend**2 * remaining
+    )
     probes = next((k for k in _PROBES if spread / k <= allowed), _PROBES[-1])
     return probes, min(1.0, max(_LOWEST_RATE, (1 + spread / probes) / (1 + allowed)))
 
@@ -76,12 +82,14 @@ class Pace:
     Attributes:
         num_probes: k.
         rate: π.
-        target: r, the target for the relative standard error of the median example's tr I; None: k and π are fixed.
-        epochs: The planned number of passes over the data; None: at least eight more from any point.
+        target: r, the target for the relative standard error of the median example's tr I; None: k
+            and π are fixed.
+        epochs: The planned number of passes over the data; None: at least eight more from any
+            point.
         spread: The recent v.
         level: The recent mean tr I of a participation; 0: not known yet.
-        noted: tr I and its variance in the last batch measured at this pace, [batch] each, on the device on which they
-            were computed, so that nothing waits for a GPU; None: no batch yet.
+        noted: tr I and its variance in the last batch measured at this pace, [batch] each, on the
+            device on which they were computed, so that nothing waits for a GPU; None: no batch yet.
     """
 
     num_probes: int
@@ -98,7 +106,10 @@ class Pace:
         return cls(_PROBES[0], 1.0, target, epochs)
 
     def note(self, contributions: Iterable[Contribution]) -> None:
-        """Note what was measured at the current pace; do nothing for batches that were not measured."""
+        """Note what was measured at the current pace.
+
+        Do nothing for batches that were not measured.
+        """
         for each in contributions:
             if each.additions:
                 self.noted = each.additions["trace"], each.additions["variance"]
@@ -116,24 +127,37 @@ class Pace:
         if self.noted is not None:
             values, variances = self.noted
             self.noted = None
-            square, variance, mean = torch.stack([values.square().sum(), variances.sum(), values.mean()]).tolist()
+            square, variance, mean = torch.stack(
+                [values.square().sum(), variances.sum(), values.mean()]
+            ).tolist()
             if 0 < square < math.inf:
-                probes = variance / square - (1 - self.rate)  # the variance of the probes' mean, over π² and its square
+                # the variance of the probes' mean, over π² and its square
+                probes = variance / square - (1 - self.rate)
                 spread = self.num_probes * probes / self.rate
                 self.spread = min(2.0, max(1e-4, 0.7 * self.spread + 0.3 * spread))
-                self.level = 0.7 * self.level + 0.3 * self.rate * mean if self.level else self.rate * mean
+                self.level = (
+                    0.7 * self.level + 0.3 * self.rate * mean if self.level else self.rate * mean
+                )
 
         # the median example's error so far, and what is still to come
         trace = ledger.sums["trace"]
         seen = (trace > 0) & trace.isfinite()
-        if not bool(seen.any()):
+        if not seen.any():
             return
         relative = float((ledger.sums["variance"][seen] / trace[seen].square()).median())
-        ahead = max(_PASSES_AHEAD, passes / 4) if self.epochs is None else max(0.5, self.epochs - passes)
+        ahead = (
+            max(_PASSES_AHEAD, passes / 4)
+            if self.epochs is None
+            else max(0.5, self.epochs - passes)
+        )
 
         usual = float(trace[trace.isfinite()].mean()) / passes
         trend = min(1.0, max(0.1, self.level / usual)) if self.level else 1.0
-        uneven = ledger.sums["participations"][seen] * ledger.sums["trace_square"][seen] / trace[seen].square()
+        uneven = (
+            ledger.sums["participations"][seen]
+            * ledger.sums["trace_square"][seen]
+            / trace[seen].square()
+        )
         unevenness = min(_MOST_UNEVEN, max(1.0, float(uneven.median())))
         self.num_probes, self.rate = choose(
             _AIM * self.target, relative, max(passes, 1.0), ahead, self.spread, trend, unevenness
@@ -150,7 +174,8 @@ class Pace:
 
 
 def exposed_rows(trace: Tensor, squared_norm: Tensor, present: Tensor, count: int) -> Tensor:
-    """The rows of a batch to measure with more probes, [count] or all: half the most exposed, half sudden steps.
+    """The rows of a batch to measure with more probes, [count] or all: half the most exposed, half
+    sudden steps.
 
     Args:
         trace: Σ tr I of the batch's examples so far, [batch].
@@ -166,7 +191,9 @@ def exposed_rows(trace: Tensor, squared_norm: Tensor, present: Tensor, count: in
     if count >= len(trace):
         return torch.arange(len(trace), device=trace.device)
     largest = trace.topk(-(-count // 2)).indices
-    ahead = present * trace.sum() / squared_norm.sum().clamp(min=torch.finfo(squared_norm.dtype).tiny)
+    ahead = (
+        present * trace.sum() / squared_norm.sum().clamp(min=torch.finfo(squared_norm.dtype).tiny)
+    )
     sudden = ahead.square() / (trace + ahead).clamp(min=torch.finfo(trace.dtype).tiny)
     sudden = sudden.index_fill(0, largest, -1.0)
     return torch.cat([largest, sudden.topk(count // 2).indices])

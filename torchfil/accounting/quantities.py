@@ -1,31 +1,37 @@
-r"""What a run keeps per example: one object per quantity, from a step's measurement to reading the sum.
+r"""What a run keeps per example: one object per quantity, from a step's measurement to reading the
+sum.
 
-A quantity says what must be measured for it, which sums it keeps per example, what a step adds to them and what they
-mean. A step that is measured with probability π counts X/π, with the variance X²(1−π)/π² + v/π, where v is that of X.
+A quantity says what must be measured for it, which sums it keeps per example, what a step adds to
+them and what they mean. A step that is measured with probability π counts X/π, with the variance
+X²(1−π)/π² + v/π, where v is that of X.
 
-To add one, subclass :class:`TrackedQuantity` and call :func:`register_quantity`; then ``track=("its name",)`` keeps it
-and :meth:`torchfil.accounting.leakage.Leakage.get` reads it.
+To add one, subclass :class:`TrackedQuantity` and call :func:`register_quantity`; then ``track=("its
+name",)`` keeps it and :meth:`torchfil.accounting.leakage.Leakage.get` reads it.
 
-How far one run can be off. The bounds are about E[S], S = Σ_t B_t X_t: X_t is what a step would add, B_t whether it
-draws the example. One run gives one S. Besides probes and skipped steps, two things change it:
+How far one run can be off. The bounds are about E[S], S = Σ_t B_t X_t: X_t is what a step would
+add, B_t whether it draws the example. One run gives one S. Besides probes and skipped steps, two
+things change it:
 
-* the batches: Var = Σ_t q(1−q) X_t², of which (1−q) Σ B_t X_t² is an unbiased estimate; 0 if batches are known;
-* the path: X_t depends on the weights, and so on all noise before t. Runs diverge for good, and momentum and Adam make
-  the weights move smoothly: consecutive participations are much alike although runs differ. So the distance at which
-  they are compared grows with the run: X is compared at the participations 0, 4, 8, 12, 16, 24, 32, 48, 64, …
-  (:func:`compared`). With γ the mean square of its changes from each to the next, weighted by their distance and beyond
-  the probes' noise, X has the variance γ/2, and that of S is taken as m²γ/2, whatever the length m of the run: as if
-  all its participations were off together. Runs that forget their past vary less, and an example whose leakage falls as
-  it is learned adds to γ: both make it too large. Averages over runs need no such rule.
+* the batches: Var = Σ_t q(1−q) X_t², of which (1−q) Σ B_t X_t² is an unbiased estimate; 0 if
+  batches are known;
+* the path: X_t depends on the weights, and so on all noise before t. Runs diverge for good, and
+  momentum and Adam make the weights move smoothly: consecutive participations are much alike
+  although runs differ. So the distance at which they are compared grows with the run: X is compared
+  at the participations 0, 4, 8, 12, 16, 24, 32, 48, 64, … (:func:`compared`). With γ the mean
+  square of its changes from each to the next, weighted by their distance and beyond the probes'
+  noise, X has the variance γ/2, and that of S is taken as m²γ/2, whatever the length m of the run:
+  as if all its participations were off together. Runs that forget their past vary less, and an
+  example whose leakage falls as it is learned adds to γ: both make it too large. Averages over runs
+  need no such rule.
 
-γ of one example comes from few changes, and is too small just where its sum is too small. So all examples of a run
-share the mean of γ, each relative to the square of its mean. Fewer than five measured participations say nothing: the
-error is infinite. ``benchmarks/coverage.py --simulate`` measures how often lower ends are too high, by optimizer and
-sample rate.
+γ of one example comes from few changes, and is too small just where its sum is too small. So all
+examples of a run share the mean of γ, each relative to the square of its mean. Fewer than five
+measured participations say nothing: the error is infinite. ``benchmarks/coverage.py --simulate``
+measures how often lower ends are too high, by optimizer and sample rate.
 
 A quantity summed over participations keeps the sums of :func:`path_sums` besides its own, adds
-:func:`path_additions` at each step and names itself in ``TrackedQuantity.followed``; its readings then include this
-error.
+:func:`path_additions` at each step and names itself in ``TrackedQuantity.followed``; its readings
+then include this error.
 """
 
 from __future__ import annotations
@@ -43,7 +49,6 @@ from torchfil.fisher.batch import Measurement
 from torchfil.fisher.estimators import Quantity
 from torchfil.fisher.results import Estimate, Kind
 from torchfil.guessing import Guess
-from torchfil.utils.errors import require
 
 Track = str  # the name of a tracked quantity
 
@@ -67,8 +72,9 @@ class Needs:
 class Sum(NamedTuple):
     """The shape of a sum for one example, and its dtype.
 
-    Values are summed in float64, so that they keep a precision of 1e-6 however many steps there are. Sums that only
-    describe the error of a value are in float32 (``ERROR``): 1e-4 after 10⁵ participations.
+    Values are summed in float64, so that they keep a precision of 1e-6 however many steps there
+    are. Sums that only describe the error of a value are in float32 (``ERROR``): 1e-4 after 10⁵
+    participations.
     """
 
     shape: tuple[int, ...] = ()
@@ -77,14 +83,20 @@ class Sum(NamedTuple):
 
 ERROR = torch.float32
 COUNT = Sum(dtype=torch.int32)
-OWN_SUMS = {"squared_norm": Sum(), "participations": COUNT, "missed": COUNT, "num_coordinates": COUNT}
+OWN_SUMS = {
+    "squared_norm": Sum(),
+    "participations": COUNT,
+    "missed": COUNT,
+    "num_coordinates": COUNT,
+}
 
 
 # ------------------------------------------------------------------ how far one run can be off
 
 
 def path_sums(name: str) -> tuple[str, ...]:
-    """The names of the sums: X², the last compared X, Σ distance · change², and how often it was measured.
+    """The names of the sums: X², the last compared X, Σ distance · change², and how often it was
+    measured.
 
     Example:
         >>> path_sums("trace")
@@ -99,7 +111,9 @@ def path_layout(name: str, shape: tuple[int, ...] = ()) -> dict[str, Sum]:
     return {**{error: Sum(shape, ERROR) for error in errors}, measured: Sum(shape, torch.int32)}
 
 
-def path_additions(name: str, value: Tensor, noise: Tensor, rate: float | Tensor) -> dict[str, Tensor]:
+def path_additions(
+    name: str, value: Tensor, noise: Tensor, rate: float | Tensor
+) -> dict[str, Tensor]:
     """What a measured step adds, [batch, …] each.
 
     Args:
@@ -118,9 +132,11 @@ def path_additions(name: str, value: Tensor, noise: Tensor, rate: float | Tensor
 
 
 def compared(measured: Tensor) -> Tensor:
-    """Which of so many measured participations, numbered from 0, is the last whose X is compared, in float64.
+    """Which of so many measured participations, numbered from 0, is the last whose X is compared,
+    in float64.
 
-    Number i is compared if max(4, 2^(⌊log₂ i⌋ − 1)) divides it: distances are 4, and later a quarter to a half of i.
+    Number i is compared if max(4, 2^(⌊log₂ i⌋ − 1)) divides it: distances are 4, and later a
+    quarter to a half of i.
 
     Example:
         >>> compared(torch.tensor([0, 1, 4, 5, 16, 17, 24, 25, 70]))
@@ -130,15 +146,20 @@ def compared(measured: Tensor) -> Tensor:
     return last - last % (1 << (torch.frexp(last).exponent - 2).clamp(min=2))
 
 
-def relative_change(name: str, sums: Mapping[str, Tensor], participations: Tensor) -> tuple[Tensor, Tensor]:
-    """γ relative to the squared mean (0 if unknown), and for which examples it is known, [n, …] each.
+def relative_change(
+    name: str, sums: Mapping[str, Tensor], participations: Tensor
+) -> tuple[Tensor, Tensor]:
+    """γ relative to the squared mean (0 if unknown), and for which examples it is known, [n, …]
+    each.
 
     Args:
         name: The sum's name.
         sums: The sums of some examples.
         participations: [n].
     """
-    total, changes, measured = (sums[each].double() for each in (name, f"{name}_changes", f"{name}_measured"))
+    total, changes, measured = (
+        sums[each].double() for each in (name, f"{name}_changes", f"{name}_measured")
+    )
     drawn = participations.reshape(-1, *(1,) * (total.ndim - 1))
 
     # sums that are 0 or infinite have no uncertainty
@@ -149,9 +170,15 @@ def relative_change(name: str, sums: Mapping[str, Tensor], participations: Tenso
 
 
 def run_variance(
-    name: str, sums: Mapping[str, Tensor], participations: Tensor, sample_rate: float | None, typical: Tensor
+    name: str,
+    sums: Mapping[str, Tensor],
+    participations: Tensor,
+    sample_rate: float | None,
+    typical: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The variance of the sum due to the batches, and that due to the path, [n, …] each; infinite if unknown.
+    """The variance of the sum due to the batches, and that due to the path, [n, …] each.
+
+    Infinite if unknown.
 
     Args:
         name: The sum's name.
@@ -160,12 +187,16 @@ def run_variance(
         sample_rate: q; None: batches are known.
         typical: The mean of γ, relative to the squared mean, over all examples, […].
     """
-    total, square, measured = (sums[each].double() for each in (name, f"{name}_square", f"{name}_measured"))
+    total, square, measured = (
+        sums[each].double() for each in (name, f"{name}_square", f"{name}_measured")
+    )
     drawn = participations.reshape(-1, *(1,) * (total.ndim - 1))
     batches = torch.zeros_like(total) if sample_rate is None else (1 - sample_rate) * square
     batches = torch.where(drawn > 0, batches, math.inf if sample_rate is not None else 0.0)
 
-    path = torch.where(relative_change(name, sums, participations)[1], _OF_CHANGES * typical * total.square(), 0.0)
+    path = torch.where(
+        relative_change(name, sums, participations)[1], _OF_CHANGES * typical * total.square(), 0.0
+    )
     told = (measured >= FEWEST_PARTICIPATIONS) & total.isfinite() | total.isinf() | (drawn == 0)
     return batches, torch.where(told, path, math.inf)
 
@@ -179,15 +210,17 @@ class Conditions:
 
     Attributes:
         exact: Whether every measured step was measured without sampling.
-        sample_rate: q, if the attacker does not know the batches; participation is then random, too. 1 for averages
-            over runs, whose standard errors include it. None: batches are known.
-        skipping: Whether steps were skipped at random, so that an example may have taken part without being measured.
-        largest_divergences: The largest D of membership, and of any other question, that the noise allows; None: not
-            known, because batches are known.
-        degrees_of_freedom: The degrees of freedom of the standard errors: runs − 1 for averages over runs. None: each
-            example's own, from the spread of its steps' variances.
-        typical_changes: By followed sum, the typical change for :func:`run_variance`, while reading in parts; None: it
-            is computed at every reading.
+        sample_rate: q, if the attacker does not know the batches; participation is then random,
+            too. 1 for averages over runs, whose standard errors include it. None: batches are
+            known.
+        skipping: Whether steps were skipped at random, so that an example may have taken part
+            without being measured.
+        largest_divergences: The largest D of membership, and of any other question, that the noise
+            allows; None: not known, because batches are known.
+        degrees_of_freedom: The degrees of freedom of the standard errors: runs − 1 for averages
+            over runs. None: each example's own, from the spread of its steps' variances.
+        typical_changes: By followed sum, the typical change for :func:`run_variance`, while reading
+            in parts; None: it is computed at every reading.
     """
 
     exact: bool = False
@@ -206,8 +239,9 @@ class Reading:
         conditions: The facts about the run.
         kind: "exact", "estimate" or, if steps were paused, "lower bound".
         trace: The sums of the trace, by name, of the same examples.
-        run_error: By the name of a followed sum, the standard deviation due to everything else that is random in a run,
-            [ids, …]; see :func:`run_variance`. Empty for averages over runs, whose errors include it.
+        run_error: By the name of a followed sum, the standard deviation due to everything else that
+            is random in a run, [ids, …]; see :func:`run_variance`. Empty for averages over runs,
+            whose errors include it.
     """
 
     conditions: Conditions
@@ -215,7 +249,9 @@ class Reading:
     trace: Mapping[str, Tensor]
     run_error: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def estimate(self, value: Tensor, variance: Tensor, run_error: Tensor | None = None) -> Estimate:
+    def estimate(
+        self, value: Tensor, variance: Tensor, run_error: Tensor | None = None
+    ) -> Estimate:
         """A sum with its variance, [ids, …] each; an infinite sum is certain, with error 0."""
         freedom: float | Tensor | None = self.conditions.degrees_of_freedom
         if freedom is None:
@@ -226,9 +262,13 @@ class Reading:
         return Estimate(value, error, self.kind, freedom, positive=True, run_error=run_error)
 
     def without_variance(self, value: Tensor) -> Estimate:
-        """A sum whose variance was not kept: its error is unknown (NaN), or 0 if nothing was sampled or added."""
+        """A sum whose variance was not kept: its error is unknown (NaN), or 0 if nothing was
+        sampled or added.
+        """
         certain = value.isinf() | (value == 0)
-        error = torch.where(certain, 0.0, torch.full_like(value, 0.0 if self.conditions.exact else math.nan))
+        error = torch.where(
+            certain, 0.0, torch.full_like(value, 0.0 if self.conditions.exact else math.nan)
+        )
         return Estimate(value, error, self.kind)
 
 
@@ -240,8 +280,8 @@ class TrackedQuantity:
         needs: What must be measured.
         variances: For a sum's name, the name of the sum that is its variance.
         followed: The sums whose path is followed, so that readings know how far one run can be off.
-        unless_told: What a participation adds to a sum if the step does not provide it (it was skipped at random, or
-            the measurement lacks that part), and this is not 0.
+        unless_told: What a participation adds to a sum if the step does not provide it (it was
+            skipped at random, or the measurement lacks that part), and this is not 0.
     """
 
     name: str
@@ -259,13 +299,16 @@ class TrackedQuantity:
         """Whether a sum has the private coordinates as a dimension."""
         return self.sums(1) != self.sums(2)
 
-    def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
+    def measure(
+        self, measurement: Measurement, rate: float | Tensor, *, skipping: bool
+    ) -> dict[str, Tensor]:
         """What a step adds to the sums, [batch, …] each, in float64.
 
         Args:
             measurement: The measurement of a step.
             rate: π.
-            skipping: Whether π < 1; the variance then comes from single values, and nothing is certain.
+            skipping: Whether π < 1; the variance then comes from single values, and nothing is
+                certain.
         """
         raise NotImplementedError
 
@@ -285,10 +328,11 @@ def _weighted(estimate: Estimate, rate: float | Tensor, *, skipping: bool) -> tu
 class Trace(TrackedQuantity):
     """tr I, which every run keeps, with its error.
 
-    Sums, [n] each: ``trace``; its ``variance``; ``variance_spread`` = variance² / its degrees of freedom, which gives
-    those of the total (Welch and Satterthwaite); ``variance_limit``, a variance that on average is not too small,
-    whatever the probes, and infinite once it is unknown; ``certain``, the part of the trace that was not sampled;
-    and those of its path (:func:`path_sums`): ``trace_square``, …
+    Sums, [n] each: ``trace``; its ``variance``; ``variance_spread`` = variance² / its degrees of
+    freedom, which gives those of the total (Welch and Satterthwaite); ``variance_limit``, a
+    variance that on average is not too small, whatever the probes, and infinite once it is unknown;
+    ``certain``, the part of the trace that was not sampled; and those of its path
+    (:func:`path_sums`): ``trace_square``, …
     """
 
     name = "trace"
@@ -301,18 +345,33 @@ class Trace(TrackedQuantity):
         """Nine numbers."""
         errors = dict.fromkeys(("variance", "variance_limit"), Sum(dtype=ERROR))
         # the square of a variance exceeds the range of float32
-        return {"trace": Sum(), "variance_spread": Sum(), "certain": Sum(), **errors, **path_layout("trace")}
+        return {
+            "trace": Sum(),
+            "variance_spread": Sum(),
+            "certain": Sum(),
+            **errors,
+            **path_layout("trace"),
+        }
 
-    def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
+    def measure(
+        self, measurement: Measurement, rate: float | Tensor, *, skipping: bool
+    ) -> dict[str, Tensor]:
         """The trace and everything known about its error."""
         estimate = measurement.estimates["trace"]
         trace, variance = _weighted(estimate, rate, skipping=skipping)
         freedom = 1.0 if skipping else estimate.degrees_of_freedom
-        added = {"trace": trace, "variance": variance, "variance_spread": variance.square() / freedom}
+        added = {
+            "trace": trace,
+            "variance": variance,
+            "variance_spread": variance.square() / freedom,
+        }
 
-        # the error of a single probe is a limit, too large to subtract from the changes between steps
+        # the error of a single probe is a limit, too large to subtract from the changes between
+        # steps
         value, noise = estimate.value.double(), estimate.standard_error.double().square()
-        added |= path_additions("trace", value, noise if measurement.repeated else torch.zeros_like(noise), rate)
+        added |= path_additions(
+            "trace", value, noise if measurement.repeated else torch.zeros_like(noise), rate
+        )
 
         # if steps are skipped, everything counted is random
         if not skipping and estimate.kind == "exact":
@@ -334,7 +393,8 @@ class Trace(TrackedQuantity):
 class Diagonal(TrackedQuantity):
     """I_jj of every private coordinate j, with its variance: 2nd numbers.
 
-    How far the run can be off is not followed by coordinate; the trace's relative error is used for each.
+    How far the run can be off is not followed by coordinate; the trace's relative error is used for
+    each.
     """
 
     name = "diagonal"
@@ -343,9 +403,14 @@ class Diagonal(TrackedQuantity):
 
     def sums(self, num_coordinates: int) -> dict[str, Sum]:
         """Two vectors of length d."""
-        return {"diagonal": Sum((num_coordinates,)), "diagonal_variance": Sum((num_coordinates,), ERROR)}
+        return {
+            "diagonal": Sum((num_coordinates,)),
+            "diagonal_variance": Sum((num_coordinates,), ERROR),
+        }
 
-    def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
+    def measure(
+        self, measurement: Measurement, rate: float | Tensor, *, skipping: bool
+    ) -> dict[str, Tensor]:
         """The diagonal and its variance."""
         diagonal, variance = _weighted(measurement.estimates["diagonal"], rate, skipping=skipping)
         return {"diagonal": diagonal, "diagonal_variance": variance}
@@ -356,7 +421,9 @@ class Diagonal(TrackedQuantity):
         if run_error is not None:
             trace = reading.trace["trace"]
             share = torch.where(trace > 0, run_error / trace, run_error)
-            run_error = torch.where(diagonal.isinf() | (share == 0)[:, None], 0.0, share[:, None] * diagonal)
+            run_error = torch.where(
+                diagonal.isinf() | (share == 0)[:, None], 0.0, share[:, None] * diagonal
+            )
             run_error = torch.where(share.isinf()[:, None], share[:, None], run_error)
         return reading.estimate(diagonal, sums["diagonal_variance"], run_error)
 
@@ -371,7 +438,9 @@ class Fim(TrackedQuantity):
         """One matrix."""
         return {"fim": Sum((num_coordinates, num_coordinates))}
 
-    def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
+    def measure(
+        self, measurement: Measurement, rate: float | Tensor, *, skipping: bool
+    ) -> dict[str, Tensor]:
         """The matrix."""
         return {"fim": _weighted(measurement.estimates["matrix"], rate, skipping=skipping)[0]}
 
@@ -390,7 +459,9 @@ class Plis(TrackedQuantity):
         """A vector of length d."""
         return {"plis": Sum((num_coordinates,))}
 
-    def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
+    def measure(
+        self, measurement: Measurement, rate: float | Tensor, *, skipping: bool
+    ) -> dict[str, Tensor]:
         """The derivative of the privacy loss."""
         assert measurement.susceptibility is not None
         return {"plis": measurement.susceptibility.double() / rate}
@@ -401,7 +472,9 @@ class Plis(TrackedQuantity):
 
 
 class QuestionSpec(NamedTuple):
-    """What a ledger knows of a question: its answers, whether they include the true one, whether it is membership."""
+    """What a ledger knows of a question: its answers, whether they include the true one, whether it
+    is membership.
+    """
 
     answers: tuple[str, ...]
     complete: bool = False
@@ -411,9 +484,10 @@ class QuestionSpec(NamedTuple):
 class Divergence(TrackedQuantity):
     """D = KL(P ‖ P′) of every alternative of one question, [m] per example.
 
-    By the chain rule D = E Σ_t KL_t, so the sum of KL_t over the steps that used the example (KL_t/q if batches are
-    secret) is an unbiased estimate of D, as for Fisher information. Unlike other quantities it belongs to a run: there
-    is one for each of the run's questions, with as many numbers as the question has answers.
+    By the chain rule D = E Σ_t KL_t, so the sum of KL_t over the steps that used the example
+    (KL_t/q if batches are secret) is an unbiased estimate of D, as for Fisher information. Unlike
+    other quantities it belongs to a run: there is one for each of the run's questions, with as many
+    numbers as the question has answers.
 
     Args:
         question: The question's name.
@@ -427,18 +501,35 @@ class Divergence(TrackedQuantity):
         self.variances = {self.name: f"{self.name}_variance"}
 
     def sums(self, num_coordinates: int) -> dict[str, Sum]:
-        """D, its variance from skipped steps, and the sums that show how far one run can be off, [m] each."""
+        """D, its variance from skipped steps, and the sums that show how far one run can be off,
+        [m] each.
+        """
         shape = (len(self.asked.answers),)
-        return {self.name: Sum(shape), self.variances[self.name]: Sum(shape, ERROR), **path_layout(self.name, shape)}
+        return {
+            self.name: Sum(shape),
+            self.variances[self.name]: Sum(shape, ERROR),
+            **path_layout(self.name, shape),
+        }
 
-    def measure(self, measurement: Measurement, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
-        """Nothing: these additions do not come from a measurement of Fisher information, see :meth:`added`."""
+    def measure(
+        self, measurement: Measurement, rate: float | Tensor, *, skipping: bool
+    ) -> dict[str, Tensor]:
+        """Nothing: these additions do not come from a measurement of Fisher information, see
+        :meth:`added`.
+        """
         return {}
 
-    def added(self, divergences: Tensor, rate: float | Tensor, *, skipping: bool) -> dict[str, Tensor]:
-        """What a step adds to the sums, for KL_t of its examples and alternatives, [batch, m], measured at rate π."""
+    def added(
+        self, divergences: Tensor, rate: float | Tensor, *, skipping: bool
+    ) -> dict[str, Tensor]:
+        """What a step adds to the sums, for KL_t of its examples and alternatives, [batch, m],
+        measured at rate π.
+        """
         weighted = divergences / rate if skipping else divergences
-        added = {self.name: weighted, **path_additions(self.name, divergences, torch.zeros_like(divergences), rate)}
+        added = {
+            self.name: weighted,
+            **path_additions(self.name, divergences, torch.zeros_like(divergences), rate),
+        }
         if skipping:
             added[self.variances[self.name]] = divergences.square() * ((1 - rate) / rate**2)
         return added
@@ -472,20 +563,33 @@ def register_quantity(quantity: TrackedQuantity, *, overwrite: bool = False) -> 
     Raises:
         ValueError: The name is taken, or a sum has the name of another quantity's.
     """
-    known = f"quantity {quantity.name!r} is already registered; pass overwrite=True to replace it"
-    require(overwrite or quantity.name not in _REGISTRY, known)
+    if not overwrite and quantity.name in _REGISTRY:
+        raise ValueError(
+            f"quantity {quantity.name!r} is already registered; pass overwrite=True to replace it"
+        )
     others = [other for other in _REGISTRY.values() if other.name != quantity.name]
     taken = set(OWN_SUMS).union(*(other.sums(1) for other in others)) & set(quantity.sums(1))
-    require(not taken, f"quantity {quantity.name!r} keeps sums {sorted(taken)}, which others already use; rename them")
+    if taken:
+        raise ValueError(
+            f"quantity {quantity.name!r} keeps sums {sorted(taken)}, which others already use; "
+            "rename them"
+        )
     _REGISTRY[quantity.name] = quantity
     needs_of.cache_clear()
 
 
 def tracked(track: Collection[Track]) -> tuple[TrackedQuantity, ...]:
-    """The quantities of a run that tracks these, the trace first, in the order of their registration."""
+    """The quantities of a run that tracks these, the trace first, in the order of their
+    registration.
+    """
     unknown = set(track) - set(_REGISTRY)
-    require(not unknown, f"track={sorted(unknown)} is unknown; choose from {', '.join(available_quantities())}")
-    return tuple([quantity for name, quantity in _REGISTRY.items() if name == "trace" or name in track])
+    if unknown:
+        raise ValueError(
+            f"track={sorted(unknown)} is unknown; choose from {', '.join(available_quantities())}"
+        )
+    return tuple(
+        [quantity for name, quantity in _REGISTRY.items() if name == "trace" or name in track]
+    )
 
 
 @cache
@@ -501,7 +605,8 @@ def needs_of(track: tuple[Track, ...]) -> Needs:
 def additions(
     measurement: Measurement, rate: float | Tensor, *, skipping: bool, track: Collection[Track] = ()
 ) -> dict[str, Tensor]:
-    """What a measured step adds to the sums of the trace and of the tracked quantities, [batch, …] each, in float64.
+    """What a measured step adds to the sums of the trace and of the tracked quantities, [batch, …]
+    each, in float64.
 
     Args:
         measurement: The measurement of a step.

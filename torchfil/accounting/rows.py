@@ -1,8 +1,9 @@
 """Numbers by example, [n, …] each, in memory or on a GPU.
 
-What steps add is booked for many steps at once. An example may take part in several of them, and some numbers depend
-on the order of its participations, so the entries are dealt into rounds (:func:`in_rounds`): round r has each
-example's r-th participation. A round then changes every row at most once, just as a single step does.
+What steps add is booked for many steps at once. An example may take part in several of them, and
+some numbers depend on the order of its participations, so the entries are dealt into rounds
+(:func:`in_rounds`): round r has each example's r-th participation. A round then changes every row
+at most once, just as a single step does.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ _GROWTH = 1.5
 
 @dataclass(frozen=True)
 class Rows:
-    """The numbers of some examples side by side: one gather and one scatter for each dtype, however many there are.
+    """The numbers of some examples side by side: one gather and one scatter for each dtype, however
+    many there are.
 
     ``rows[name]`` is a view, [examples, …], for reading and changing.
 
     Attributes:
         layout: Shape and dtype of the numbers of one example, by name.
-        blocks: One tensor for each dtype, [examples, columns], with the numbers in the order of the layout.
+        blocks: One tensor for each dtype, [examples, columns], with the numbers in the order of the
+            layout.
         columns: The columns of each number in the block of its dtype.
     """
 
@@ -43,13 +46,18 @@ class Rows:
         return numbers.view(len(numbers), *each.shape)
 
     def side_by_side(self, dtype: torch.dtype, numbers: Mapping[str, Tensor]) -> Tensor:
-        """Numbers by name, [entries, …] each, in the columns of this dtype's block, [entries, columns]."""
-        columns = [numbers[name].to(dtype) for name, each in self.layout.items() if each.dtype == dtype]
+        """Numbers by name, [entries, …] each, in the columns of this dtype's block, [entries,
+        columns].
+        """
+        columns = [
+            numbers[name].to(dtype) for name, each in self.layout.items() if each.dtype == dtype
+        ]
         return torch.cat([column.reshape(len(column), -1) for column in columns], dim=1)
 
 
 class RowTable(Mapping[str, Tensor]):
-    """Tensors by name, with a row for every example; ``table[name]`` is a view, [n, …], for reading and changing.
+    """Tensors by name, with a row for every example; ``table[name]`` is a view, [n, …], for reading
+    and changing.
 
     Args:
         layout: Shape and dtype of a row, by name.
@@ -58,7 +66,8 @@ class RowTable(Mapping[str, Tensor]):
         only_added: The large sums, which steps add to but do not read.
 
     Attributes:
-        apart: The names of the sums that are only added to, by :meth:`add`; they are not in :meth:`rows_of`.
+        apart: The names of the sums that are only added to, by :meth:`add`; they are not in
+            :meth:`rows_of`.
 
     Example:
         >>> table = RowTable({"sum": Sum()}, 5)
@@ -90,12 +99,16 @@ class RowTable(Mapping[str, Tensor]):
                 first = widths.get(each.dtype, 0)
                 widths[each.dtype] = first + math.prod(each.shape)
                 columns[name] = slice(first, widths[each.dtype])
-        blocks = {dtype: self._zeros((num_examples, width), dtype) for dtype, width in widths.items()}
+        blocks = {
+            dtype: self._zeros((num_examples, width), dtype) for dtype, width in widths.items()
+        }
         self._rows = Rows({name: layout[name] for name in columns}, blocks, columns)
 
         # large sums
         shapes = {name: (num_examples, *layout[name].shape) for name in self.apart}
-        self._apart = {name: self._zeros(shape, layout[name].dtype) for name, shape in shapes.items()}
+        self._apart = {
+            name: self._zeros(shape, layout[name].dtype) for name, shape in shapes.items()
+        }
 
     def __getitem__(self, name: str) -> Tensor:
         return (self._apart if name in self._apart else self._rows)[name][: self.num_examples]
@@ -115,7 +128,10 @@ class RowTable(Mapping[str, Tensor]):
 
     @contextlib.contextmanager
     def rows_of(self, examples: Tensor) -> Iterator[Rows]:
-        """The rows of some distinct examples, [examples], for changing; written back unless something is raised."""
+        """The rows of some distinct examples, [examples], for changing.
+
+        Written back unless something is raised.
+        """
         places = self._places(examples)
         found = {dtype: block.index_select(0, places) for dtype, block in self._rows.blocks.items()}
         yield replace(self._rows, blocks=found)
@@ -125,7 +141,9 @@ class RowTable(Mapping[str, Tensor]):
     def add(self, name: str, examples: Tensor, values: Tensor | float) -> None:
         """Add to one of the sums :attr:`apart` of some distinct examples, [examples, …]."""
         shape, dtype = self.layout[name]
-        added = torch.as_tensor(values, dtype=dtype, device=self.device).expand(len(examples), *shape)
+        added = torch.as_tensor(values, dtype=dtype, device=self.device).expand(
+            len(examples), *shape
+        )
         self._apart[name].index_add_(0, self._places(examples), added)
 
     def at(self, name: str, examples: Tensor) -> Tensor:
@@ -136,20 +154,27 @@ class RowTable(Mapping[str, Tensor]):
         return examples.to(self.device, non_blocking=self.device.type == "cuda")
 
     def extend(self, num_examples: int) -> None:
-        """Make room for this many examples; the new ones have 0, and a smaller number changes nothing.
+        """Make room for this many examples.
 
-        Growing example by example to n costs O(n) in total: memory is reserved for half as many rows again.
+        The new ones have 0, and a smaller number changes nothing.
+
+        Growing example by example to n costs O(n) in total: memory is reserved for half as many
+        rows again.
         """
 
         def grown(values: Tensor) -> Tensor:
             if len(values) >= num_examples:
                 return values
-            larger = self._zeros((max(num_examples, int(_GROWTH * len(values))), *values.shape[1:]), values.dtype)
+            larger = self._zeros(
+                (max(num_examples, int(_GROWTH * len(values))), *values.shape[1:]), values.dtype
+            )
             larger[: len(values)] = values
             return larger
 
         self.num_examples = max(self.num_examples, num_examples)
-        self._rows = replace(self._rows, blocks={dtype: grown(block) for dtype, block in self._rows.blocks.items()})
+        self._rows = replace(
+            self._rows, blocks={dtype: grown(block) for dtype, block in self._rows.blocks.items()}
+        )
         self._apart = {name: grown(each) for name, each in self._apart.items()}
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -173,9 +198,9 @@ def in_rounds(examples: Tensor) -> tuple[Tensor, Tensor, list[tuple[int, slice]]
         examples: The example of each entry, [entries], on the CPU.
 
     Returns:
-        The distinct examples, those with most entries first; the entries in a new order, one round after the other and
-        in each round in the order of the examples; for each round, how many of the examples it has (the first ones),
-        and which of the reordered entries.
+        The distinct examples, those with most entries first; the entries in a new order, one round
+        after the other and in each round in the order of the examples; for each round, how many of
+        the examples it has (the first ones), and which of the reordered entries.
 
     Example:
         >>> distinct, order, rounds = in_rounds(torch.tensor([7, 4, 4, 7, 9, 4]))
@@ -198,12 +223,16 @@ def in_rounds(examples: Tensor) -> tuple[Tensor, Tensor, list[tuple[int, slice]]
     earlier = np.arange(len(ids)) - first.repeat(counts)  # entries of the same example
     order = np.empty_like(by_example)
     order[starts[earlier] + place.repeat(counts)] = by_example
-    rounds = [(size, slice(start, start + size)) for size, start in zip(sizes.tolist(), starts.tolist(), strict=True)]
+    rounds = [
+        (size, slice(start, start + size))
+        for size, start in zip(sizes.tolist(), starts.tolist(), strict=True)
+    ]
     return torch.from_numpy(ordered[first][by_count]), torch.from_numpy(order), rounds
 
 
 def first_of_equal(equal: Tensor) -> tuple[Tensor, Tensor]:
-    """Which entries to compute if all ``equal`` ones have the same result, and where each entry finds its result.
+    """Which entries to compute if all ``equal`` ones have the same result, and where each entry
+    finds its result.
 
     Example:
         >>> needed, places = first_of_equal(torch.tensor([False, True, True, False]))

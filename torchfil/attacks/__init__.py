@@ -1,4 +1,6 @@
-"""Attacks to compare with bounds: every attack says what it knew and what it achieved for each example."""
+"""Attacks to compare with bounds: every attack says what it knew and what it achieved for each
+example.
+"""
 
 from torchfil.attacks.attributes import WhiteBoxInversion, prior_inversion
 from torchfil.attacks.base import AttackResult
@@ -11,7 +13,18 @@ from torchfil.attacks.transcripts import expected_information, informed_reconstr
 from torchfil.glm.guesses import NominalAttribute
 
 # on networks, on linear models, and what they return
-__all__ = ["expected_information", "informed_reconstruction", "invert_gradients", "membership_inference"]
+__all__ = [
+    "expected_information",
+    "informed_reconstruction",
+    "invert_gradients",
+    "membership_inference",
+]
 __all__ += ["observed_gradients", "record_dpsgd", "shadow_runs"]
-__all__ += ["GLMReconstruction", "GuessAttack", "NominalAttribute", "WhiteBoxInversion", "best_guess"]
+__all__ += [
+    "GLMReconstruction",
+    "GuessAttack",
+    "NominalAttribute",
+    "WhiteBoxInversion",
+    "best_guess",
+]
 __all__ += ["AttackResult", "BoundComparison", "compare_with_bounds", "prior_inversion"]

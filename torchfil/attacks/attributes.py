@@ -1,6 +1,8 @@
-"""Attribute inversion on generalised linear models (Hannun et al. 2021, § 6.4): which level does an attribute have?
+"""Attribute inversion on generalised linear models (Hannun et al. 2021, § 6.4): which level does an
+attribute have?
 
-:func:`prior_inversion` never sees the model; :class:`WhiteBoxInversion` knows everything but the attribute.
+:func:`prior_inversion` never sees the model; :class:`WhiteBoxInversion` knows everything but the
+attribute.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ _ARRAYS = 8  # of that size, at the most expensive moment
 class WhiteBoxInversion:
     """The closest refit: argmin over levels v of ‖w′ − w*(x_i with level v)‖, w′ = w* + N(0, σ²I).
 
-    Threat model: the attacker knows the released weights, how they were trained, and the whole training set except the
-    attribute of the example under attack.
+    Threat model: the attacker knows the released weights, how they were trained, and the whole
+    training set except the attribute of the example under attack.
 
-    The refits are made once, at construction (see :mod:`torchfil.glm.refits`); every release then costs one product.
+    The refits are made once, at construction (see :mod:`torchfil.glm.refits`); every release then
+    costs one product.
 
     Args:
         model: A fitted model of one margin.
@@ -51,12 +54,14 @@ class WhiteBoxInversion:
         view = GLMView.build(model, X, y)
         self.weights, self.progress = view.weights, progress
         self.truth = torch.as_tensor(attribute.levels(X), device=view.X.device)
-        self.changes = minimiser_changes(view, ask(attribute, view).alternatives, progress=progress)  # [n, k, p]
+        # [n, k, p]
+        self.changes = minimiser_changes(view, ask(attribute, view).alternatives, progress=progress)
 
     def run(self, sigma: float, trials: int = 100, *, seed: Seed = None) -> AttackResult:
         """Attack every example in each of ``trials`` releases w* + N(0, σ²I).
 
-        The closest refit has the smallest ‖w′ − w* − Δ_v‖² = ‖Δ_v‖² − 2σ⟨ξ, Δ_v⟩ + const, for the noise σξ.
+        The closest refit has the smallest ‖w′ − w* − Δ_v‖² = ‖Δ_v‖² − 2σ⟨ξ, Δ_v⟩ + const, for the
+        noise σξ.
 
         Args:
             sigma: σ.
@@ -64,7 +69,8 @@ class WhiteBoxInversion:
             seed: The seed of the noise.
 
         Returns:
-            Measure "accuracy"; ``guesses`` holds the guessed level of every example in every trial, [n, trials].
+            Measure "accuracy"; ``guesses`` holds the guessed level of every example in every trial,
+            [n, trials].
         """
         noise = sigma * release_noise(sigma, trials, self.weights, seed)
         numbers = numbers_at_once(noise.device, _CHUNK_NUMBERS, _ARRAYS)
@@ -74,8 +80,13 @@ class WhiteBoxInversion:
             (squares - 2 * self.changes @ part.mT).argmin(dim=1)
             for part in with_progress(parts, self.progress, "releases")
         ]
-        known = "knows the released weights, the training and all training data but the attribute under attack"
-        return accuracies("white-box attribute inversion", known, torch.cat(guesses, dim=1), self.truth)
+        known = (
+            "knows the released weights, the training and all training data but the "
+            "attribute under attack"
+        )
+        return accuracies(
+            "white-box attribute inversion", known, torch.cat(guesses, dim=1), self.truth
+        )
 
 
 def prior_inversion(X: object, attribute: NominalAttribute) -> AttackResult:
@@ -96,4 +107,6 @@ def prior_inversion(X: object, attribute: NominalAttribute) -> AttackResult:
 def accuracies(name: str, threat_model: str, guesses: Tensor, truth: Tensor) -> AttackResult:
     """The result of guessed levels, [n, trials]."""
     correct = (guesses == truth[:, None]).double()  # [n, trials]
-    return mean_of_trials(name, threat_model, range(len(truth)), correct, "accuracy", guesses=guesses.to(torch.int16))
+    return mean_of_trials(
+        name, threat_model, range(len(truth)), correct, "accuracy", guesses=guesses.to(torch.int16)
+    )

@@ -1,4 +1,6 @@
-"""Compares bounds and attacks: for each example, the least error in theory and the error that an attack achieved."""
+"""Compares bounds and attacks: for each example, the least error in theory and the error that an
+attack achieved.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,6 @@ from scipy import stats
 from torchfil.accounting.ids import ExampleIds
 from torchfil.attacks.base import AttackResult
 from torchfil.run.saved_run import AttackRecord
-from torchfil.utils.errors import require
 from torchfil.utils.tables import as_table
 from torchfil.viz.common import NEUTRAL, as_array, new_figure
 
@@ -26,16 +27,20 @@ HELD, BROKEN = "#0072B2", "#D55E00"
 
 @dataclass(frozen=True, eq=False)
 class BoundComparison:
-    """The result of :func:`compare_with_bounds` by attacked example, [m] each. Confidential: depends on private data.
+    """The result of :func:`compare_with_bounds` by attacked example, [m] each.
+
+    Confidential: depends on private data.
 
     Attributes:
         attack: The attack's result.
         predicted: The bound on the mean squared error per coordinate of an unbiased attacker.
-        predicted_low: The lower end of its interval if it is an estimate, otherwise the bound itself.
+        predicted_low: The lower end of its interval if it is an estimate, otherwise the bound
+            itself.
         predicted_high: The upper end, likewise.
         achieved_low: The lower end of the interval of the achieved error.
         achieved_high: Its upper end; infinite if the attack is not testable.
-        violated: Whether ``achieved_high`` lies below ``predicted_low``: below the bound beyond chance.
+        violated: Whether ``achieved_high`` lies below ``predicted_low``: below the bound beyond
+            chance.
         confidence: The confidence of the intervals.
     """
 
@@ -56,10 +61,12 @@ class BoundComparison:
 
     @property
     def ratio_interval(self) -> tuple[np.ndarray, np.ndarray]:
-        """The interval of the ratio, from the ends of both, [m] each; entirely below 1 if the bound is violated.
+        """The interval of the ratio, from the ends of both, [m] each.
 
-        It covers with the confidence of the achieved error if the bound is exact; if the bound is an estimate, both
-        intervals cover with probability 1 − 2·(1 − confidence) or more.
+        Entirely below 1 if the bound is violated.
+
+        It covers with the confidence of the achieved error if the bound is exact; if the bound is
+        an estimate, both intervals cover with probability 1 − 2·(1 − confidence) or more.
         """
         with np.errstate(divide="ignore", invalid="ignore"):
             return self.achieved_low / self.predicted_high, self.achieved_high / self.predicted_low
@@ -68,8 +75,9 @@ class BoundComparison:
     def testable(self) -> bool:
         """Whether the attack could have broken a bound: it saw the model, in more than one trial.
 
-        One trial does not show its own spread. An attacker who never saw the model guesses from the data, and comes
-        below any bound that exceeds the data's spread; this says nothing about the model.
+        One trial does not show its own spread. An attacker who never saw the model guesses from the
+        data, and comes below any bound that exceeds the data's spread; this says nothing about the
+        model.
         """
         return not self.attack.untestable
 
@@ -82,7 +90,10 @@ class BoundComparison:
 
     @property
     def violations(self) -> float:
-        """The share of examples whose bound was broken beyond chance; NaN if that was not testable."""
+        """The share of examples whose bound was broken beyond chance.
+
+        NaN if that was not testable.
+        """
         return float(self.violated.mean()) if self.testable else math.nan
 
     @property
@@ -94,14 +105,23 @@ class BoundComparison:
     def blind_share_below(self) -> float:
         """The same for a guess without the model; NaN if it was not computed.
 
-        If it is not smaller than :attr:`share_below`, falling below the bound is no achievement of the attack.
+        If it is not smaller than :attr:`share_below`, falling below the bound is no achievement of
+        the attack.
         """
-        return math.nan if self.attack.blind is None else float((self.attack.blind < self.predicted).mean())
+        return (
+            math.nan
+            if self.attack.blind is None
+            else float((self.attack.blind < self.predicted).mean())
+        )
 
     def table(self) -> Any:
         """A pandas DataFrame by example id, or a dict of arrays if pandas is not installed."""
         columns = {"predicted": self.predicted, "achieved": self.attack.achieved}
-        columns |= {"achieved_low": self.achieved_low, "achieved_high": self.achieved_high, "ratio": self.ratio}
+        columns |= {
+            "achieved_low": self.achieved_low,
+            "achieved_high": self.achieved_high,
+            "ratio": self.ratio,
+        }
         columns |= dict(zip(("ratio_low", "ratio_high"), self.ratio_interval, strict=True))
         columns |= {"violated": self.violated, "verdict": np.asarray(self.verdicts)}
         optional = {"squared_bias": self.attack.squared_bias, "blind": self.attack.blind}
@@ -118,10 +138,14 @@ class BoundComparison:
         predicted, achieved = self.predicted.astype(np.float64), attack.achieved.astype(np.float64)
         blind = None if attack.blind is None else attack.blind.astype(np.float64)
         verdict = self.violated, self.testable, attack.untestable
-        return AttackRecord(attack.name, attack.threat_model, places, predicted, achieved, *verdict, blind)
+        return AttackRecord(
+            attack.name, attack.threat_model, places, predicted, achieved, *verdict, blind
+        )
 
     def plot(self, *, title: str | None = None, blind: float | None = None) -> Figure:
-        """Achieved error over bound, one dot per example, as in Guo et al. 2022, Figure 3; needs matplotlib.
+        """Achieved error over bound, one dot per example, as in Guo et al. 2022, Figure 3.
+
+        Needs matplotlib.
 
         Args:
             title: The figure's title; None: the attack's name.
@@ -129,7 +153,12 @@ class BoundComparison:
         """
         # Logarithmic axes cannot show an infinite bound, or an error of 0.
         achieved = self.attack.achieved
-        drawn = np.isfinite(self.predicted) & np.isfinite(achieved) & (self.predicted > 0) & (achieved > 0)
+        drawn = (
+            np.isfinite(self.predicted)
+            & np.isfinite(achieved)
+            & (self.predicted > 0)
+            & (achieved > 0)
+        )
 
         figure = new_figure(6.4, 4.6, "constrained")
         axis = figure.subplots()
@@ -140,15 +169,30 @@ class BoundComparison:
         ):
             if chosen.any():
                 style: dict[str, Any] = {"s": 7, "linewidths": 0, "alpha": 0.5, "rasterized": True}
-                style |= {"marker": marker, "color": colour, "label": f"{label} ({int(chosen.sum()):,})"}
+                style |= {
+                    "marker": marker,
+                    "color": colour,
+                    "label": f"{label} ({int(chosen.sum()):,})",
+                }
                 axis.scatter(self.predicted[chosen], achieved[chosen], **style)
 
         ends = [float(self.predicted[drawn].min()), float(self.predicted[drawn].max())]
         axis.plot(ends, ends, color=NEUTRAL, linewidth=1.3, label="the bound")
         if blind is not None:
-            axis.axhline(blind, color=NEUTRAL, linestyle=":", linewidth=1.3, label=f"blind guess ({blind:.3g})")
+            axis.axhline(
+                blind,
+                color=NEUTRAL,
+                linestyle=":",
+                linewidth=1.3,
+                label=f"blind guess ({blind:.3g})",
+            )
 
-        axis.set(xscale="log", yscale="log", xlabel="bound on the MSE", ylabel="MSE that the attack achieved")
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlabel="bound on the MSE",
+            ylabel="MSE that the attack achieved",
+        )
         axis.set_title(self.attack.name if title is None else title, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize="small", loc="best")
@@ -156,37 +200,54 @@ class BoundComparison:
 
 
 def compare_with_bounds(
-    source: object, attack: AttackResult, *, confidence: float = 0.95, simultaneous: bool = False, **options: object
+    source: object,
+    attack: AttackResult,
+    *,
+    confidence: float = 0.95,
+    simultaneous: bool = False,
+    **options: object,
 ) -> BoundComparison:
     """Compare the bound of every attacked example with the error that the attack achieved.
 
-    A bound is violated if achieved + t·standard error < bound, with t the quantile of Student's distribution with
-    ``trials`` − 1 degrees of freedom; if the bound is an estimate, its lower end counts.
+    A bound is violated if achieved + t·standard error < bound, with t the quantile of Student's
+    distribution with ``trials`` − 1 degrees of freedom; if the bound is an estimate, its lower end
+    counts.
 
-    An example that a run has not measured has no bound that could be violated; the table shows it as infinite.
+    An example that a run has not measured has no bound that could be violated; the table shows it
+    as infinite.
 
-    The bound is about unbiased attackers. A biased one (who guesses the mean of all, or stays within a range) can go
-    below it, especially if the bound exceeds the spread of the data. ``squared_bias`` in the table shows this, and
-    ``blind`` shows what a guess without the model achieves. An attack that never saw the model is not testable.
+    The bound is about unbiased attackers. A biased one (who guesses the mean of all, or stays
+    within a range) can go below it, especially if the bound exceeds the spread of the data.
+    ``squared_bias`` in the table shows this, and ``blind`` shows what a guess without the model
+    achieves. An attack that never saw the model is not testable.
 
     Args:
-        source: The source of the bounds: a :class:`FILPrivacyEngine` or :class:`Leakage`, a fitted generalised linear
-            model (with ``X``, ``y`` and more options of its ``mse_bound``), or the bounds themselves: a mapping by id,
-            or one number for each attacked example, in order.
+        source: The source of the bounds: a :class:`FILPrivacyEngine` or :class:`Leakage`, a fitted
+            generalised linear model (with ``X``, ``y`` and more options of its ``mse_bound``), or
+            the bounds themselves: a mapping by id, or one number for each attacked example, in
+            order.
         attack: A result whose measure is "mse".
         confidence: The confidence of each interval.
-        simultaneous: Whether the intervals hold for all examples together (Bonferroni): then a single violation is
-            meaningful.
-        **options: Options of the linear model's ``mse_bound``. ``sigma`` is the attack's own if that is known;
-            ``private_target`` is False unless given, because a reconstruction's error is that of the inputs.
+        simultaneous: Whether the intervals hold for all examples together (Bonferroni): then a
+            single violation is meaningful.
+        **options: Options of the linear model's ``mse_bound``. ``sigma`` is the attack's own if
+            that is known; ``private_target`` is False unless given, because a reconstruction's
+            error is that of the inputs.
 
     Raises:
         ValueError: The attack's measure is not "mse", or the bounds do not fit its examples.
     """
-    require(attack.measure == "mse", f"the attack's measure is {attack.measure!r}; a Fisher bound is about the 'mse'")
-    require(0 < confidence < 1, f"confidence={confidence} must lie strictly between 0 and 1")
-    known = not np.isnan(attack.achieved).any()
-    require(known, "the attack's achieved error is NaN for some examples: it says nothing about their bounds")
+    if attack.measure != "mse":
+        raise ValueError(
+            f"the attack's measure is {attack.measure!r}; a Fisher bound is about the 'mse'"
+        )
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence={confidence} must lie strictly between 0 and 1")
+    if np.isnan(attack.achieved).any():
+        raise ValueError(
+            "the attack's achieved error is NaN for some examples: it says nothing about their "
+            "bounds"
+        )
 
     level = 1 - (1 - confidence) / (len(attack.ids) if simultaneous else 1)
     predicted, predicted_low, predicted_high = _bounds(source, attack, level, options)
@@ -197,43 +258,62 @@ def compare_with_bounds(
         width = float(stats.t.ppf(0.5 + level / 2, attack.trials - 1)) * attack.standard_error
     low, high = np.maximum(attack.achieved - width, 0), attack.achieved + width
     violated = high < predicted_low
-    return BoundComparison(attack, predicted, predicted_low, predicted_high, low, high, violated, confidence)
+    return BoundComparison(
+        attack, predicted, predicted_low, predicted_high, low, high, violated, confidence
+    )
 
 
-def _bounds(source: Any, attack: AttackResult, level: float, options: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+def _bounds(
+    source: Any, attack: AttackResult, level: float, options: Mapping[str, Any]
+) -> tuple[np.ndarray, ...]:
     """The bounds of the attacked examples and the ends of their intervals, [m] each."""
     if hasattr(source, "mse_bound"):
         values = _of_linear_model(source, attack, dict(options))
         return values, values, values
 
-    require(not options, f"unknown options {list(options)}: they apply only to linear models")
+    if options:
+        raise ValueError(f"unknown options {list(options)}: they apply only to linear models")
     if hasattr(source, "get_mse_bound"):
         estimate = source.get_mse_bound(attack.ids)
         low, high = estimate.interval(level)
-        measured = as_array(source.was_measured(attack.ids))  # unmeasured examples have no bound to violate
+        # unmeasured examples have no bound to violate
+        measured = as_array(source.was_measured(attack.ids))
         return as_array(estimate.value), np.where(measured, as_array(low), 0.0), as_array(high)
 
     if isinstance(source, Mapping):
         source = [float(source[key]) for key in attack.ids]
 
     values, count = as_array(source).astype(np.float64), len(attack.ids)
-    require(values.shape == (count,), f"{list(values.shape)} bounds for {count} attacked examples; give one for each")
-    require(bool((values >= 0).all()), f"bounds {values[~(values >= 0)][:5]} are negative or NaN")
+    if values.shape != (count,):
+        raise ValueError(
+            f"{list(values.shape)} bounds for {count} attacked examples; give one for each"
+        )
+    if not (values >= 0).all():
+        raise ValueError(f"bounds {values[~(values >= 0)][:5]} are negative or NaN")
     return values, values, values
 
 
 def _of_linear_model(model: Any, attack: AttackResult, options: dict[str, Any]) -> np.ndarray:
     """The bounds of the attacked rows of the training set, [m]."""
-    has_sigma = "sigma" in signature(model.mse_bound).parameters  # a composition of releases has its own
+    # a composition of releases has its own
+    has_sigma = "sigma" in signature(model.mse_bound).parameters
     if has_sigma and attack.sigma is not None:
         sigma = options.setdefault("sigma", attack.sigma)
-        require(sigma == attack.sigma, f"sigma={sigma}, but the attack was on releases of sigma={attack.sigma}")
+        if sigma != attack.sigma:
+            raise ValueError(
+                f"sigma={sigma}, but the attack was on releases of sigma={attack.sigma}"
+            )
     missing = {"X", "y", *(["sigma"] if has_sigma else [])} - options.keys()
-    remedy = "compare_with_bounds(model, attack, X=…, y=…, sigma=…)"
-    require(not missing, f"the bounds of a linear model need {sorted(missing)}: {remedy}")
+    if missing:
+        raise ValueError(
+            f"the bounds of a linear model need {sorted(missing)}: compare_with_bounds(model, "
+            "attack, X=…, y=…, sigma=…)"
+        )
     parts = [name for name in ("attributes", "groups") if options.get(name) is not None]
-    require(not parts, f"the attack guessed whole examples: their bounds take no {parts}")
+    if parts:
+        raise ValueError(f"the attack guessed whole examples: their bounds take no {parts}")
 
     options.setdefault("private_target", False)
     values = as_array(model.mse_bound(**options))
-    return values[ExampleIds(len(values)).places(attack.ids).numpy()]  # the ids are row numbers of X
+    # the ids are row numbers of X
+    return values[ExampleIds(len(values)).places(attack.ids).numpy()]

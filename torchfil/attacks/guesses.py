@@ -1,8 +1,10 @@
-"""The best attacker on a question: the likelihood ratio of recorded runs with the true answer and with another.
+"""The best attacker on a question: the likelihood ratio of recorded runs with the true answer and
+with another.
 
-By Neyman and Pearson, no attacker tells the two apart better than one who ranks runs by log P(run)/P′(run), where P is
-the distribution of everything released with the true answer, and P′ with the other one. So its true-positive rates test
-the bounds that D = KL(P ‖ P′) gives for every attacker, and show how tight these bounds are.
+By Neyman and Pearson, no attacker tells the two apart better than one who ranks runs by log
+P(run)/P′(run), where P is the distribution of everything released with the true answer, and P′ with
+the other one. So its true-positive rates test the bounds that D = KL(P ‖ P′) gives for every
+attacker, and show how tight these bounds are.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from torchfil.utils.text import with_progress
 from torchfil.utils.trees import map_tensors, tensors_of
 
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
-Other = tuple[Any, Any] | None  # inputs and targets of the whole data with another answer of one example; None: absent
+# inputs and targets of the whole data with another answer of one example; None: absent
+Other = tuple[Any, Any] | None
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class Ratios:
 
     Attributes:
         log_ratio: log P(run)/P′(run), by which the best attacker ranks runs.
-        divergence: Σ_t KL_t over the steps that drew the example (over q), which a ledger books for the run.
+        divergence: Σ_t KL_t over the steps that drew the example (over q), which a ledger books for
+            the run.
     """
 
     log_ratio: Tensor
@@ -47,7 +51,9 @@ class Ratios:
 
 @dataclass(frozen=True, eq=False)
 class GuessAttack:
-    """The best attacker's rates and what D allows, by example. Confidential: it depends on private data.
+    """The best attacker's rates and what D allows, by example.
+
+    Confidential: it depends on private data.
 
     Attributes:
         question: The answer that was attacked.
@@ -77,7 +83,9 @@ class GuessAttack:
 
     @property
     def testable(self) -> np.ndarray:
-        """Whether there are enough runs to see a false-positive rate of α at all, [k]: at least 1/α."""
+        """Whether there are enough runs to see a false-positive rate of α at all, [k]: at least
+        1/α.
+        """
         return self.runs * self.false_positive_rates >= 1
 
     @property
@@ -87,7 +95,9 @@ class GuessAttack:
         return np.where(self.testable, seen, "not testable").tolist()
 
     def table(self) -> object:
-        """By example: D and, at each α, the best attacker's rate, the bound, the normal limit and the verdict."""
+        """By example: D and, at each α, the best attacker's rate, the bound, the normal limit and
+        the verdict.
+        """
         columns = {"divergence": self.divergence, "divergence_error": self.divergence_error}
         parts = {"achieved": self.achieved, "bound": self.bound, "normal limit": self.normal_limit}
         parts["verdict"] = np.asarray(self.verdicts)
@@ -114,11 +124,12 @@ def best_guess(
     progress: bool = False,
     **settings: Any,
 ) -> GuessAttack:
-    """Train a tiny network many times with the true answer and with another, and let the best attacker tell them apart.
+    """Train a tiny network many times with the true answer and with another, and let the best
+    attacker tell them apart.
 
-    The runs with the true answer serve all examples. The attacker sees every noisy gradient, and knows all other
-    examples, which of them was in which batch, and everything about the example except the answer; with
-    ``secret_batches`` it does not know when the example itself was drawn.
+    The runs with the true answer serve all examples. The attacker sees every noisy gradient, and
+    knows all other examples, which of them was in which batch, and everything about the example
+    except the answer; with ``secret_batches`` it does not know when the example itself was drawn.
 
     Args:
         model: Left unchanged.
@@ -135,8 +146,8 @@ def best_guess(
         confidence: The confidence of the intervals.
         seed: The seed of noise and batches, or a generator.
         progress: Whether to show a bar.
-        **settings: ``steps``, ``lr``, ``max_grad_norm``, ``noise_multiplier``, ``sample_rate``, ``clip`` of
-            :func:`record_dpsgd`.
+        **settings: ``steps``, ``lr``, ``max_grad_norm``, ``noise_multiplier``, ``sample_rate``,
+            ``clip`` of :func:`record_dpsgd`.
     """
     source = make_generator(seed, tensors_of((inputs, targets))[0].device)
     alternative = question.alternatives(inputs, targets)[answer]
@@ -145,29 +156,45 @@ def best_guess(
     common = {"runs": runs, "seed": source, "private": private, **settings}
     true = record_dpsgd(model, loss_fn, inputs, targets, **common)
     for row in with_progress(rows, progress, "examples", len(rows)):
-        other: Other = None if alternative is None else _swapped(row, (inputs, targets), alternative)
+        other: Other = (
+            None if alternative is None else _swapped(row, (inputs, targets), alternative)
+        )
         data, absent = ((inputs, targets), (row,)) if other is None else (other, ())
         false = record_dpsgd(model, loss_fn, *data, absent=absent, **common)
 
         # both sets of runs are judged by the same two distributions
-        here = transcript_ratios(true, row, (inputs, targets), other, private, secret_batches=secret_batches)
-        there = transcript_ratios(false, row, (inputs, targets), other, private, secret_batches=secret_batches)
+        here = transcript_ratios(
+            true, row, (inputs, targets), other, private, secret_batches=secret_batches
+        )
+        there = transcript_ratios(
+            false, row, (inputs, targets), other, private, secret_batches=secret_batches
+        )
         found.append(_judged(here, there, alpha, confidence))
 
-    columns = (torch.stack([part.double().cpu() for part in column]).numpy() for column in zip(*found, strict=True))
+    columns = (
+        torch.stack([part.double().cpu() for part in column]).numpy()
+        for column in zip(*found, strict=True)
+    )
     mean, error, rates, low, bound, limit = map(np.asarray, columns)
     name = question.answers[answer]
-    return GuessAttack(name, list(rows), runs, mean, error, alpha.numpy(), rates, low, bound, limit, confidence)
+    return GuessAttack(
+        name, list(rows), runs, mean, error, alpha.numpy(), rates, low, bound, limit, confidence
+    )
 
 
 def _judged(here: Ratios, there: Ratios, alpha: Tensor, confidence: float) -> list[Tensor]:
-    """D and its error; for each α, the best attacker's rate, its lower end, the bound and the normal limit."""
+    """D and its error; for each α, the best attacker's rate, its lower end, the bound and the
+    normal limit.
+    """
     runs = len(here.divergence)
     mean = here.divergence.mean()
     error = here.divergence.std() / math.sqrt(runs) if runs > 1 else torch.zeros_like(mean)
     upper = float(mean + stats.norm.ppf(0.5 + confidence / 2) * error)
     rates = true_positive_rates(here.log_ratio, there.log_ratio, alpha)
-    bound, limit = largest_true_positive_rate(upper, alpha), normal_limit_true_positive_rate(float(mean), alpha)
+    bound, limit = (
+        largest_true_positive_rate(upper, alpha),
+        normal_limit_true_positive_rate(float(mean), alpha),
+    )
     return [mean, error, rates, _lower_ends(rates, alpha, runs, confidence), bound, limit]
 
 
@@ -180,10 +207,12 @@ def transcript_ratios(
     *,
     secret_batches: bool = True,
 ) -> Ratios:
-    """log P/P′ of recorded runs, whichever answer they were made with, and the sums that a ledger books for them.
+    """log P/P′ of recorded runs, whichever answer they were made with, and the sums that a ledger
+    books for them.
 
-    With o = (noisy sum − others' part)/s, u = g̃/s and v = g̃′/s a step's ratio is that of (1−q)φ(o) + qφ(o − u) and
-    (1−q)φ(o) + qφ(o − v); with known batches it is that of φ(o − u) and φ(o − v) if the example was drawn.
+    With o = (noisy sum − others' part)/s, u = g̃/s and v = g̃′/s a step's ratio is that of
+    (1−q)φ(o) + qφ(o − u) and (1−q)φ(o) + qφ(o − v); with known batches it is that of φ(o − u) and
+    φ(o − v) if the example was drawn.
 
     Args:
         transcripts: The runs.
@@ -198,23 +227,31 @@ def transcript_ratios(
     def clipped(examples: Any, weights: Tensor) -> Tensor:
         """g̃/s of the example at weights [runs, steps, p]."""
         z, public = examples.z[row], map_tensors(lambda leaf: leaf[row], examples.public)
-        each = at_every_step(lambda w, z: transcripts.clipped(w, z, public), weights, z.expand(len(weights), -1))
+        each = at_every_step(
+            lambda w, z: transcripts.clipped(w, z, public), weights, z.expand(len(weights), -1)
+        )
         return each / scale
 
     answers = [
-        None if data is None else ExampleGradients.build(made.model, made.loss_fn, *data, private).examples
+        None
+        if data is None
+        else ExampleGradients.build(made.model, made.loss_fn, *data, private).examples
         for data in (true, other)
     ]
     ratios, sums = [], []
     for part in transcripts.pieces(4):
         weights, drawn = transcripts.weights[part], transcripts.batches[part, :, row]
-        o = transcripts.noise[part] / scale + clipped(made.examples, weights) * drawn[..., None]  # without the others
+        # without the others
+        o = transcripts.noise[part] / scale + clipped(made.examples, weights) * drawn[..., None]
         u, v = (torch.zeros_like(o) if one is None else clipped(one, weights) for one in answers)
         uu, vv, uv = ((a * b).sum(dim=-1) for a, b in ((u, u), (v, v), (u, v)))
         exponents = (o * u).sum(dim=-1) - uu / 2, (o * v).sum(dim=-1) - vv / 2
 
         if secret_batches and q < 1:
-            log_a, log_b = (torch.logaddexp(torch.full_like(e, math.log1p(-q)), e + math.log(q)) for e in exponents)
+            log_a, log_b = (
+                torch.logaddexp(torch.full_like(e, math.log1p(-q)), e + math.log(q))
+                for e in exponents
+            )
             step, each = log_a - log_b, step_divergence(uu, vv, uv, q) / q
         else:
             step, each = (exponents[0] - exponents[1]) * drawn, step_divergence(uu, vv, uv, None)
@@ -224,9 +261,11 @@ def transcript_ratios(
 
 
 def true_positive_rates(true: Tensor, false: Tensor, false_positive_rates: Tensor) -> Tensor:
-    """The best attacker's true-positive rates at α, [k], from log ratios of runs with either answer, [runs] each.
+    """The best attacker's true-positive rates at α, [k], from log ratios of runs with either
+    answer, [runs] each.
 
-    The threshold is the smallest one with at most a share α of the false runs above it; ties count as missed.
+    The threshold is the smallest one with at most a share α of the false runs above it; ties count
+    as missed.
     """
     ranked = false.sort(descending=True).values
     allowed = (false_positive_rates * len(ranked)).floor().long().clamp(max=len(ranked) - 1)
@@ -237,8 +276,9 @@ def true_positive_rates(true: Tensor, false: Tensor, false_positive_rates: Tenso
 def _lower_ends(rates: Tensor, alpha: Tensor, runs: int, confidence: float) -> Tensor:
     """Lower ends of the true-positive rate at a false-positive rate of exactly α.
 
-    Both the rate and the threshold are random: the threshold's false-positive rate may exceed α by its standard error,
-    and a likelihood ratio's rate t follows it with a slope of at most t/α, because it is concave.
+    Both the rate and the threshold are random: the threshold's false-positive rate may exceed α by
+    its standard error, and a likelihood ratio's rate t follows it with a slope of at most t/α,
+    because it is concave.
     """
     z = float(stats.norm.ppf(0.5 + confidence / 2))
     own = (rates * (1 - rates) / runs).sqrt()
@@ -246,7 +286,9 @@ def _lower_ends(rates: Tensor, alpha: Tensor, runs: int, confidence: float) -> T
     return (rates - z * (own.square() + through_threshold.square()).sqrt()).clamp(min=0)
 
 
-def _swapped(row: int, data: tuple[object, object], other: tuple[object, object]) -> tuple[object, object]:
+def _swapped(
+    row: int, data: tuple[object, object], other: tuple[object, object]
+) -> tuple[object, object]:
     """The data with one row replaced by that of the other data."""
     rows_of = iter(tensors_of(tuple(other)))
 

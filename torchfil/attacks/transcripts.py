@@ -1,13 +1,14 @@
 """Recorded runs of DP-SGD as an attacker sees them, and the most likely example behind such a run.
 
-A recording holds weights, noisy sums and batches. The informed attacker sees the weights θ_t and the noisy sums of
-every step and knows all examples except one. Subtracting the others' clipped gradients leaves, for each step in which
-the unknown example z took part,
+A recording holds weights, noisy sums and batches. The informed attacker sees the weights θ_t and
+the noisy sums of every step and knows all examples except one. Subtracting the others' clipped
+gradients leaves, for each step in which the unknown example z took part,
 
     r_t = g̃(z; θ_t) + s ξ_t,   ξ_t ~ N(0, I),   s = σC,
 
-and the guess is the maximum of the likelihood, argmin_z Σ_t ‖r_t − g̃(z; θ_t)‖². The Fisher information
-E[Σ_t J̃ᵀJ̃] / s² is about this attacker: at small noise the guess reaches the Cramér–Rao bound.
+and the guess is the maximum of the likelihood, argmin_z Σ_t ‖r_t − g̃(z; θ_t)‖². The Fisher
+information E[Σ_t J̃ᵀJ̃] / s² is about this attacker: at small noise the guess reaches the
+Cramér–Rao bound.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from torchfil.clipping import DEFAULT_CLIP, ClipFunction
 from torchfil.fisher.gradients import ExampleGradients, LossFunction, flatten
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.private import Private
-from torchfil.utils.errors import require
 from torchfil.utils.text import with_progress
 from torchfil.utils.trees import map_tensors
 
@@ -41,11 +41,12 @@ class Transcripts:
         weights: θ_t before each step, [runs, steps, p].
         noisy_sums: Σ g̃ + s ξ_t of each step, [runs, steps, p].
         batches: Which examples took part, [runs, steps, n] booleans; known to the attacker.
-        gradients: The model, the loss and all examples; an attack reads the other examples and the target's label.
+        gradients: The model, the loss and all examples; an attack reads the other examples and the
+            target's label.
         mechanism: Clipping and noise.
         sample_rate: q.
-        noise: sξ_t, [runs, steps, p]: an attacker who knows all others gets it from the sums; this saves computing
-            their part.
+        noise: sξ_t, [runs, steps, p]: an attacker who knows all others gets it from the sums; this
+            saves computing their part.
     """
 
     weights: Tensor
@@ -62,14 +63,19 @@ class Transcripts:
         return g * self.mechanism.clip.scale(g.norm(), self.mechanism.max_grad_norm)
 
     def clipped_jacobian(self, weights: Tensor, z: Tensor, public: object) -> Tensor:
-        """J̃ = φ J + φ′ ĝ (gᵀJ), ĝ = g/‖g‖, of one example, [p, d]; the columns of J = ∂g/∂z by Je = ∂⟨∂ℓ/∂z, e⟩/∂θ."""
+        """J̃ = φ J + φ′ ĝ (gᵀJ), ĝ = g/‖g‖, of one example, [p, d].
+
+        The columns of J = ∂g/∂z by Je = ∂⟨∂ℓ/∂z, e⟩/∂θ.
+        """
         here = replace(self.gradients, parameters=self.gradients.unflatten(weights))
         basis = torch.eye(len(z), dtype=z.dtype, device=z.device)
         J = vmap(lambda e: here.jvp_of_one(z, public, e), out_dims=1)(basis)
         g = flatten(grad(here.loss_of_one)(here.parameters, z, public))
         norm, clip, bound = g.norm(), self.mechanism.clip, self.mechanism.max_grad_norm
         unit = g / norm.clamp(min=torch.finfo(g.dtype).tiny)
-        return clip.scale(norm, bound) * J + clip.scale_derivative(norm, bound) * torch.outer(unit, g @ J)
+        return clip.scale(norm, bound) * J + clip.scale_derivative(norm, bound) * torch.outer(
+            unit, g @ J
+        )
 
     def public(self, row: int) -> object:
         """The public part of one example: its target, its public inputs."""
@@ -100,9 +106,11 @@ def record_dpsgd(
     absent: Sequence[int] = (),
     progress: bool = False,
 ) -> Transcripts:
-    """Train ``runs`` times side by side from the model's current weights: θ ← θ − lr (Σ g̃ + s ξ) / (q n).
+    """Train ``runs`` times side by side from the model's current weights: θ ← θ − lr (Σ g̃ + s ξ) /
+    (q n).
 
-    This is for tiny networks: all weights of all runs are kept. It uses plain SGD with Poisson batches at rate q.
+    This is for tiny networks: all weights of all runs are kept. It uses plain SGD with Poisson
+    batches at rate q.
 
     Args:
         model: Left unchanged.
@@ -121,7 +129,8 @@ def record_dpsgd(
         absent: Rows that no batch draws; everything else stays the same.
         progress: Whether to show a bar.
     """
-    require(0 < sample_rate <= 1, f"sample_rate={sample_rate} must lie in (0, 1]")
+    if not 0 < sample_rate <= 1:
+        raise ValueError(f"sample_rate={sample_rate} must lie in (0, 1]")
     gradients = ExampleGradients.build(model, loss_fn, inputs, targets, private)
     mechanism = Mechanism.build(max_grad_norm, noise_multiplier, clip)
     n, p = len(gradients), gradients.num_parameters
@@ -141,8 +150,12 @@ def record_dpsgd(
     return transcripts
 
 
-def at_every_step(function: Callable[[Tensor, Tensor], Tensor], weights: Tensor, z: Tensor) -> Tensor:
-    """function(w, z) at weights w of [runs, steps, p], and at z of [runs, d], the same in all steps of a run."""
+def at_every_step(
+    function: Callable[[Tensor, Tensor], Tensor], weights: Tensor, z: Tensor
+) -> Tensor:
+    """function(w, z) at weights w of [runs, steps, p], and at z of [runs, d], the same in all steps
+    of a run.
+    """
     return vmap(vmap(function, in_dims=(0, None)))(weights, z)
 
 
@@ -151,10 +164,12 @@ def sum_of_clipped(transcripts: Transcripts, weights: Tensor, members: Tensor) -
     examples = transcripts.gradients.examples
     by_example = vmap(transcripts.clipped, in_dims=(None, 0, examples.in_dims))
     sums = []
-    room = VALUES_AT_ONCE * (16 if weights.is_cuda else 1)  # a GPU spends its time launching many small kernels
+    # a GPU spends its time launching many small kernels
+    room = VALUES_AT_ONCE * (16 if weights.is_cuda else 1)
     size = max(1, room // max(1, len(examples) * weights.shape[1]))
     for w, m in zip(weights.split(size), members.split(size), strict=True):
-        clipped = vmap(by_example, in_dims=(0, None, None))(w, examples.z, examples.public)  # [runs, n, p]
+        # [runs, n, p]
+        clipped = vmap(by_example, in_dims=(0, None, None))(w, examples.z, examples.public)
         sums.append(torch.einsum("rn,rnp->rp", m.to(clipped.dtype), clipped))
     return torch.cat(sums)
 
@@ -169,11 +184,13 @@ def informed_reconstruction(
     seed: Seed = None,
     progress: bool = False,
 ) -> AttackResult:
-    """The maximum-likelihood guess of an example from each transcript, by Levenberg–Marquardt from several starts.
+    """The maximum-likelihood guess of an example from each transcript, by Levenberg–Marquardt from
+    several starts.
 
-    Threat model: the attacker sees all weights and noisy sums, knows who took part in which step, knows every other
-    example and the target's label, and has no prior; its guesses are nearly unbiased if the noise is small. The
-    target's own private coordinates are read only to measure the error.
+    Threat model: the attacker sees all weights and noisy sums, knows who took part in which step,
+    knows every other example and the target's label, and has no prior; its guesses are nearly
+    unbiased if the noise is small. The target's own private coordinates are read only to measure
+    the error.
 
     Args:
         transcripts: The releases of one or many runs.
@@ -185,8 +202,9 @@ def informed_reconstruction(
         progress: Whether to show a bar.
 
     Returns:
-        The mean squared error per private coordinate over runs, its standard error and squared bias (corrected for the
-        variance of the mean, at least 0); ``guesses`` has the guesses of all runs, [m, runs, d].
+        The mean squared error per private coordinate over runs, its standard error and squared bias
+        (corrected for the variance of the mean, at least 0); ``guesses`` has the guesses of all
+        runs, [m, runs, d].
     """
     rows = [target] if isinstance(target, int) else list(target)
     examples = transcripts.gradients.examples
@@ -201,15 +219,19 @@ def informed_reconstruction(
     runs = guesses.shape[1]
     truth = examples.z[rows].unsqueeze(1)
     own = torch.ones_like(examples.z) if examples.is_own is None else examples.is_own.to(examples.z)
-    share = (own / own.sum(dim=1, keepdim=True).clamp(min=1))[rows]  # of each coordinate in a mean; 0 at padding
+    # of each coordinate in a mean; 0 at padding
+    share = (own / own.sum(dim=1, keepdim=True).clamp(min=1))[rows]
     squared = ((guesses - truth).square() * share.unsqueeze(1)).sum(dim=2)  # [m, runs]
     bias = ((guesses.mean(dim=1) - truth[:, 0]).square() * share).sum(dim=1)
     if runs > 1:  # the mean guess has a random error, too
         bias = (bias - (guesses.var(dim=1) * share).sum(dim=1) / runs).clamp(min=0)
 
-    middle = (examples.z * own).sum(dim=0) / own.sum(dim=0).clamp(min=1)  # the guess of a blind attacker, [d]
+    # the guess of a blind attacker, [d]
+    middle = (examples.z * own).sum(dim=0) / own.sum(dim=0).clamp(min=1)
     blind = ((truth[:, 0] - middle).square() * share).sum(dim=1)
-    threat_model = "sees every noisy gradient, knows the batches, all other examples and the label; no prior"
+    threat_model = (
+        "sees every noisy gradient, knows the batches, all other examples and the label; no prior"
+    )
     more = {"squared_bias": bias if runs > 1 else None, "guesses": guesses, "blind": blind}
     return mean_of_trials("informed reconstruction", threat_model, rows, squared, "mse", **more)
 
@@ -223,23 +245,29 @@ def expected_information(transcripts: Transcripts, row: int) -> Tensor:
     total = torch.zeros(len(z), len(z), dtype=torch.float64, device=z.device)
     for runs in transcripts.pieces(len(z) + 1):
         weights = transcripts.weights[runs]
-        J = _jacobians(transcripts, weights, z.expand(len(weights), -1), public)  # [runs, steps, p, d]
+        # [runs, steps, p, d]
+        J = _jacobians(transcripts, weights, z.expand(len(weights), -1), public)
         J = J * transcripts.batches[runs, :, row, None, None]
         total += torch.einsum("rtpi,rtpj->ij", J, J).double()
     return total / (len(transcripts.weights) * transcripts.mechanism.noise_std**2)
 
 
 def mean_jacobian(transcripts: Transcripts, row: int, guesses: Tensor) -> Tensor:
-    """∂E[ẑ]/∂z of an attacker, from its guesses [runs, d] in the recorded runs, [d, d]; the identity if unbiased.
+    """∂E[ẑ]/∂z of an attacker, from its guesses [runs, d] in the recorded runs, [d, d].
 
-    It is Cov(ẑ, ∇ log likelihood), with ∇ log likelihood = Σ_t J̃ᵀ(r_t − g̃) / s². With it, the bound holds for
-    biased guesses, too: :func:`torchfil.bounds.mse_biased`.
+    The identity if unbiased.
+
+    It is Cov(ẑ, ∇ log likelihood), with ∇ log likelihood = Σ_t J̃ᵀ(r_t − g̃) / s². With it, the
+    bound holds for biased guesses, too: :func:`torchfil.bounds.mse_biased`.
     """
     truth, scores = transcripts.gradients.examples.z[row], []
     for runs in transcripts.pieces(len(truth) + 1):
         problem = _problem(transcripts, runs, row)
         z = truth.expand(len(problem.weights), -1)
-        scores.append(problem.normal_equations(z, problem.residuals(z))[1] / transcripts.mechanism.noise_std**2)
+        scores.append(
+            problem.normal_equations(z, problem.residuals(z))[1]
+            / transcripts.mechanism.noise_std**2
+        )
     score = torch.cat(scores)
     guesses = guesses.to(score)
     return (guesses - guesses.mean(dim=0)).mT @ (score - score.mean(dim=0)) / (len(score) - 1)
@@ -250,15 +278,22 @@ def _most_likely(transcripts: Transcripts, row: int, starts: Tensor, iterations:
     pieces = []
     for runs in transcripts.pieces(starts.shape[1] + 1):
         problem = _problem(transcripts, runs, row)
-        ends = [_levenberg_marquardt(problem, start.repeat(len(problem.weights), 1), iterations) for start in starts]
+        ends = [
+            _levenberg_marquardt(problem, start.repeat(len(problem.weights), 1), iterations)
+            for start in starts
+        ]
         best = torch.stack([misfit for _, misfit in ends]).argmin(dim=0)  # [runs]
-        pieces.append(torch.stack([z for z, _ in ends])[best, torch.arange(len(best), device=best.device)])
+        pieces.append(
+            torch.stack([z for z, _ in ends])[best, torch.arange(len(best), device=best.device)]
+        )
     return torch.cat(pieces)
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """min_z ‖r − g̃(z)‖² in several runs: weights [runs, steps, p], membership [runs, steps, 1], r [runs, steps, p]."""
+    """min_z ‖r − g̃(z)‖² in several runs: weights [runs, steps, p], membership [runs, steps, 1], r
+    [runs, steps, p].
+    """
 
     transcripts: Transcripts
     weights: Tensor
@@ -267,11 +302,20 @@ class _Problem:
     public: object
 
     def __getitem__(self, runs: Tensor) -> _Problem:
-        return replace(self, weights=self.weights[runs], member=self.member[runs], remainder=self.remainder[runs])
+        return replace(
+            self,
+            weights=self.weights[runs],
+            member=self.member[runs],
+            remainder=self.remainder[runs],
+        )
 
     def residuals(self, z: Tensor) -> Tensor:
-        """r − g̃(z), 0 in steps without the example, [runs, steps, p], for guesses z [runs, d] that differ by run."""
-        clipped = at_every_step(lambda w, z: self.transcripts.clipped(w, z, self.public), self.weights, z)
+        """r − g̃(z), 0 in steps without the example, [runs, steps, p], for guesses z [runs, d] that
+        differ by run.
+        """
+        clipped = at_every_step(
+            lambda w, z: self.transcripts.clipped(w, z, self.public), self.weights, z
+        )
         return (self.remainder - clipped) * self.member
 
     def normal_equations(self, z: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
@@ -284,16 +328,24 @@ def _problem(transcripts: Transcripts, runs: slice, row: int) -> _Problem:
     """That of an example, whose r is the noisy sums without the clipped gradients of all others."""
     weights, members = transcripts.weights[runs], transcripts.batches[runs].clone()
     members[..., row] = False
-    others = [sum_of_clipped(transcripts, weights[:, t], members[:, t]) for t in range(weights.shape[1])]
+    others = [
+        sum_of_clipped(transcripts, weights[:, t], members[:, t]) for t in range(weights.shape[1])
+    ]
     remainder = transcripts.noisy_sums[runs] - torch.stack(others, dim=1)
-    return _Problem(transcripts, weights, transcripts.batches[runs, :, row, None], remainder, transcripts.public(row))
+    return _Problem(
+        transcripts,
+        weights,
+        transcripts.batches[runs, :, row, None],
+        remainder,
+        transcripts.public(row),
+    )
 
 
 def _levenberg_marquardt(problem: _Problem, z: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
     """Guesses [runs, d] and the remaining sum of squares, [runs].
 
-    A step solves (JᵀJ + μ diag JᵀJ) Δ = Jᵀ(r − g̃); it is kept if it helps, and μ falls or rises accordingly. A run
-    is done when its step is below 1e-6 of the guess.
+    A step solves (JᵀJ + μ diag JᵀJ) Δ = Jᵀ(r − g̃); it is kept if it helps, and μ falls or rises
+    accordingly. A run is done when its step is below 1e-6 of the guess.
     """
     z = z.clone()
     left = problem.residuals(z)
@@ -314,7 +366,9 @@ def _levenberg_marquardt(problem: _Problem, z: Tensor, iterations: int) -> tuple
         better = there < misfit[active]
         kept = active[better]
         z[kept], left[kept], misfit[kept] = (here + step)[better], left_there[better], there[better]
-        damping[active] = torch.where(better, damping[active] / 4, damping[active] * 4).clamp(*_DAMPING_RANGE)
+        damping[active] = torch.where(better, damping[active] / 4, damping[active] * 4).clamp(
+            *_DAMPING_RANGE
+        )
 
         active = active[step.abs().amax(dim=1) > 1e-6 * (1 + z[active].abs().amax(dim=1))]
         if len(active) == 0:

@@ -6,12 +6,24 @@
     v_information         what a family of classifiers learns from a layer's gradient about a property
     layer_gradients       the gradients by layer, which v_information takes
 
-The layer measures (Mo et al. 2021) compare layers of one network; none is a guarantee. All values depend on private
-data.
+The layer measures (Mo et al. 2021) compare layers of one network; none is a guarantee. All values
+depend on private data.
 """
 
 from torchfil.attribution import exposure
-from torchfil.attribution.layers import LayerTable, jacobian_sensitivity, layer_gradients, v_information
+from torchfil.attribution.layers import (
+    LayerTable,
+    jacobian_sensitivity,
+    layer_gradients,
+    v_information,
+)
 from torchfil.attribution.plis import PLIS
 
-__all__ = ["PLIS", "LayerTable", "exposure", "jacobian_sensitivity", "layer_gradients", "v_information"]
+__all__ = [
+    "PLIS",
+    "LayerTable",
+    "exposure",
+    "jacobian_sensitivity",
+    "layer_gradients",
+    "v_information",
+]

@@ -1,4 +1,6 @@
-"""Who is most exposed: examples ranked by a score such as their subject-level PLIS, and how well it finds outliers."""
+"""Who is most exposed: examples ranked by a score such as their subject-level PLIS, and how well it
+finds outliers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,6 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from torchfil.utils.errors import require
 from torchfil.utils.tables import as_table
 from torchfil.viz.common import as_array, as_vector
 
@@ -21,8 +22,8 @@ class AUROC:
     Attributes:
         value: In [0, 1]; 0.5 is chance.
         standard_error: DeLong's.
-        low: The lower end of the 95 % interval, on the logit scale; for a perfect separation, 3 over the size of the
-            smaller class below it.
+        low: The lower end of the 95 % interval, on the logit scale; for a perfect separation, 3
+            over the size of the smaller class below it.
         high: The upper end.
     """
 
@@ -44,14 +45,19 @@ def auroc(scores: object, is_outlier: object) -> AUROC:
         1.0
     """
     values, outlier = as_vector(scores, "scores", infinite=True), as_array(is_outlier).astype(bool)
-    require(values.shape == outlier.shape, f"scores {values.shape} and is_outlier {outlier.shape} must both be [n]")
-    both = outlier.any() and not outlier.all()
-    require(bool(both), f"is_outlier must contain both kinds: {outlier.sum()} of {len(outlier)} are outliers")
+    if values.shape != outlier.shape:
+        raise ValueError(f"scores {values.shape} and is_outlier {outlier.shape} must both be [n]")
+    if not (outlier.any() and not outlier.all()):
+        raise ValueError(
+            f"is_outlier must contain both kinds: {outlier.sum()} of {len(outlier)} are outliers"
+        )
 
-    # DeLong: the area is a mean over outliers and one over the rest, and their spreads give its error.
+    # DeLong: the area is a mean over outliers and one over the rest, and their spreads give its
+    # error.
     inside, outside = values[~outlier], values[outlier]
     everything = stats.rankdata(values)
-    above = (everything[outlier] - stats.rankdata(outside)) / len(inside)  # for each outlier, the share below it
+    # for each outlier, the share below it
+    above = (everything[outlier] - stats.rankdata(outside)) / len(inside)
     below = 1 - (everything[~outlier] - stats.rankdata(inside)) / len(outside)
     value = float(above.mean())
     parts = [part.var(ddof=1) / len(part) if len(part) > 1 else np.nan for part in (above, below)]
@@ -66,8 +72,11 @@ def auroc(scores: object, is_outlier: object) -> AUROC:
     return AUROC(value, error, low, high)
 
 
-def rank_by_exposure(scores: object, ids: Sequence[Hashable] | None = None, *, name: str = "plis") -> Any:
-    """A table by id, the most exposed first: the score, its rank from 1 (ties share the best) and its quantile.
+def rank_by_exposure(
+    scores: object, ids: Sequence[Hashable] | None = None, *, name: str = "plis"
+) -> Any:
+    """A table by id, the most exposed first: the score, its rank from 1 (ties share the best) and
+    its quantile.
 
     Args:
         scores: [n]; higher: more exposed.
@@ -79,7 +88,8 @@ def rank_by_exposure(scores: object, ids: Sequence[Hashable] | None = None, *, n
     """
     values = as_vector(scores, "scores", infinite=True)
     names = list(range(len(values))) if ids is None else list(ids)
-    require(len(names) == len(values), f"ids has {len(names)} names for {len(values)} scores")
+    if len(names) != len(values):
+        raise ValueError(f"ids has {len(names)} names for {len(values)} scores")
     order = np.argsort(-values, kind="stable")
     rank = stats.rankdata(-values, method="min").astype(int)
     quantile = stats.rankdata(values, method="max") / len(values)

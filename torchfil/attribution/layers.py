@@ -1,6 +1,8 @@
-"""Which layers leak: the gradient of every example by layer, its sensitivity, and what a classifier learns from it.
+"""Which layers leak: the gradient of every example by layer, its sensitivity, and what a classifier
+learns from it.
 
-:func:`jacobian_sensitivity` and :func:`v_information` are the measures of Mo et al. 2021 (eq. 2 and 1).
+:func:`jacobian_sensitivity` and :func:`v_information` are the measures of Mo et al. 2021 (eq. 2 and
+1).
 """
 
 from __future__ import annotations
@@ -43,7 +45,12 @@ class LayerTable:
         unit: Its unit.
 
     Example:
-        >>> LayerTable(("conv", "fc"), *np.array([[0.5, 2], [0.4, 1], [0.6, 3], [0.05, 0.5]]), "sensitivity", "F-norm")
+        >>> LayerTable(
+        ...     ("conv", "fc"),
+        ...     *np.array([[0.5, 2], [0.4, 1], [0.6, 3], [0.05, 0.5]]),
+        ...     "sensitivity",
+        ...     "F-norm",
+        ... )
         sensitivity [F-norm]
         layer  value   low  high
         conv     0.5  0.4  0.6
@@ -68,7 +75,9 @@ class LayerTable:
         return "\n".join([f"{self.measure} [{self.unit}]", *lines])
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw bars with their intervals by layer, on ``ax`` or a new figure; return the matplotlib figure.
+        """Draw bars with their intervals by layer, on ``ax`` or a new figure.
+
+        Return the matplotlib figure.
 
         A value that is not finite is written as text.
 
@@ -79,7 +88,9 @@ class LayerTable:
             ax = new_figure(max(4.0, 1.6 + 0.45 * len(self)), 4.0, "constrained").subplots()
         places, drawn = np.arange(len(self)), np.isfinite(self.value)
         reach = np.stack([self.value - self.low, self.high - self.value])[:, drawn].clip(min=0)
-        ax.bar(places[drawn], self.value[drawn], color="#0072B2", yerr=reach, ecolor="0.25", capsize=3)
+        ax.bar(
+            places[drawn], self.value[drawn], color="#0072B2", yerr=reach, ecolor="0.25", capsize=3
+        )
         for place in places[~drawn]:
             ax.text(place, 0, f"{self.value[place]:g}", ha="center", va="bottom")
         ax.set_xticks(places, self._shown, rotation=45, ha="right", rotation_mode="anchor")
@@ -93,23 +104,29 @@ class LayerTable:
         return [layer or "(model)" for layer in self.layers]
 
 
-def layer_gradients(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: object, batch: int = 1) -> dict[str, Tensor]:
+def layer_gradients(
+    model: nn.Module, loss_fn: LossFunction, x: Inputs, y: object, batch: int = 1
+) -> dict[str, Tensor]:
     """g_l = ∂ℓ/∂θ_l by layer, or its mean over groups of examples, [n / batch, N_l].
 
-    A layer is a module with its own trainable parameters, named as in ``model.named_modules()`` ("" for the model
-    itself) and in that order; modules without parameters are left out. A shared parameter counts once, for the first
-    module.
+    A layer is a module with its own trainable parameters, named as in ``model.named_modules()`` (""
+    for the model itself) and in that order; modules without parameters are left out. A shared
+    parameter counts once, for the first module.
 
     Args:
         model: Any module without batch normalisation and active dropout; it is left unchanged.
-        loss_fn: ``loss_fn(outputs, targets)``, an ordinary torch loss; mean and sum reduction give the same.
+        loss_fn: ``loss_fn(outputs, targets)``, an ordinary torch loss; mean and sum reduction give
+            the same.
         x: Inputs [n, …], or a tuple or dict of them.
         y: Targets [n, …].
-        batch: Average over groups of this many consecutive examples, like a client that sends one gradient for its
-            batch. To look for a property of the group, put its examples next to each other.
+        batch: Average over groups of this many consecutive examples, like a client that sends one
+            gradient for its batch. To look for a property of the group, put its examples next to
+            each other.
 
     Example:
-        >>> gradients = layer_gradients(nn.Linear(2, 1), nn.MSELoss(), torch.ones(3, 2), torch.zeros(3, 1))
+        >>> gradients = layer_gradients(
+        ...     nn.Linear(2, 1), nn.MSELoss(), torch.ones(3, 2), torch.zeros(3, 1)
+        ... )
         >>> {layer: tuple(value.shape) for layer, value in gradients.items()}
         {'': (3, 3)}
     """
@@ -118,10 +135,15 @@ def layer_gradients(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: objec
     if n == 0:
         raise ValueError("there is no example; pass at least one")
     if n % batch:
-        raise ValueError(f"batch={batch} must divide the {n} examples into whole groups; drop the last {n % batch}")
+        raise ValueError(
+            f"batch={batch} must divide the {n} examples into whole groups; drop the last "
+            f"{n % batch}"
+        )
     index = layer_index(whole.parameters)
     parts: dict[str, list[Tensor]] = {layer: [] for layer in index}
-    rows_at_once = max(1, DEFAULT_MAX_MEMORY // (4 * batch * whole.num_parameters * whole.dtype.itemsize))
+    rows_at_once = max(
+        1, DEFAULT_MAX_MEMORY // (4 * batch * whole.num_parameters * whole.dtype.itemsize)
+    )
     for _, piece in whole.examples.chunks(rows_at_once * batch):
         gradients = replace(whole, examples=piece).gradients()  # [rows, p]
         means = gradients.unflatten(0, (-1, batch)).mean(dim=1)
@@ -131,7 +153,8 @@ def layer_gradients(model: nn.Module, loss_fn: LossFunction, x: Inputs, y: objec
 
 
 def layer_index(parameters: dict[str, Tensor], *, bias: bool = True) -> dict[str, Tensor]:
-    """For each layer, the places of its entries in the flat vector of all trainable parameters, [N_l].
+    """For each layer, the places of its entries in the flat vector of all trainable parameters,
+    [N_l].
 
     Example:
         >>> layer_index({"0.weight": torch.zeros(1, 2), "0.bias": torch.zeros(1)}, bias=False)
@@ -146,7 +169,9 @@ def layer_index(parameters: dict[str, Tensor], *, bias: bool = True) -> dict[str
         if bias or "bias" not in own:
             pieces.setdefault(layer, []).append(places)
     if not pieces:
-        raise ValueError(f"every trainable parameter is a bias ({', '.join(parameters)}); use bias=True")
+        raise ValueError(
+            f"every trainable parameter is a bias ({', '.join(parameters)}); use bias=True"
+        )
     return {layer: torch.cat(places) for layer, places in pieces.items()}
 
 
@@ -159,28 +184,31 @@ def jacobian_sensitivity(
     *,
     bias: bool = True,
 ) -> LayerTable:
-    """The mean over n examples of ‖∂g_l/∂t‖_F / (sqrt(N_l) · range(g_l)) by layer, with its standard error.
+    """The mean over n examples of ‖∂g_l/∂t‖_F / (sqrt(N_l) · range(g_l)) by layer, with its
+    standard error.
 
-    g_l ∈ R^{N_l} is the gradient of one example's loss with respect to layer l's parameters, t its target or its
-    input, and range(g) = max g − min g. Layers are those of :func:`layer_gradients`.
+    g_l ∈ R^{N_l} is the gradient of one example's loss with respect to layer l's parameters, t its
+    target or its input, and range(g) = max g − min g. Layers are those of :func:`layer_gradients`.
 
     Guarantees:
         * Exact: every column of every example's Jacobian is computed, a few at a time.
         * Mean and sum reduction in ``loss_fn`` give the same numbers.
-        * An example whose layer's gradient neither changes nor has a range (dead units) counts as 0; it counts as
-          infinite if g_l has no range but changes. Dividing by the range gives well-fitted examples, whose gradient is
-          nearly 0, the largest weight.
+        * An example whose layer's gradient neither changes nor has a range (dead units) counts as
+          0; it counts as infinite if g_l has no range but changes. Dividing by the range gives
+          well-fitted examples, whose gradient is nearly 0, the largest weight.
 
     Args:
         model: Any module without batch normalisation and active dropout; it is left unchanged.
-        loss_fn: ``loss_fn(outputs, targets)``, an ordinary torch loss. With ``wrt="target"`` it must take continuous
-            targets, as nn.CrossEntropyLoss (class probabilities) and nn.MSELoss do.
+        loss_fn: ``loss_fn(outputs, targets)``, an ordinary torch loss. With ``wrt="target"`` it
+            must take continuous targets, as nn.CrossEntropyLoss (class probabilities) and
+            nn.MSELoss do.
         x: Inputs [n, …], or a tuple or dict of them.
-        y: Targets [n, …]. With ``wrt="target"`` class numbers are turned into one-hot probabilities.
-        wrt: "target", "input" (every floating-point input), or any :class:`torchfil.Private`, such as
-            ``Private(submodule="embedding")`` for a model of integer tokens.
-        bias: Whether g_l includes the layer's biases, and N_l counts them; ``bias=False`` is the shape that Mo et al.
-            give to G_l in eq. 2.
+        y: Targets [n, …]. With ``wrt="target"`` class numbers are turned into one-hot
+            probabilities.
+        wrt: "target", "input" (every floating-point input), or any :class:`torchfil.Private`, such
+            as ``Private(submodule="embedding")`` for a model of integer tokens.
+        bias: Whether g_l includes the layer's biases, and N_l counts them; ``bias=False`` is the
+            shape that Mo et al. give to G_l in eq. 2.
 
     Example:
         For ℓ = (wx − t)² with w = 0: g = −2tx with two inputs, ∂g/∂t = −2x.
@@ -188,14 +216,22 @@ def jacobian_sensitivity(
         >>> model = nn.Linear(2, 1, bias=False)
         >>> _ = nn.init.zeros_(model.weight)
         >>> x = torch.tensor([[3.0, 0.0]])
-        >>> jacobian_sensitivity(model, nn.MSELoss(), x, torch.ones(1, 1)).value  # 6 / (sqrt(2) · 6)
+        >>> jacobian_sensitivity(
+        ...     model, nn.MSELoss(), x, torch.ones(1, 1)
+        ... ).value  # 6 / (sqrt(2) · 6)
         array([0.70710678])
     """
     if wrt not in ("target", "input") and not isinstance(wrt, Private):
         raise ValueError(f"wrt={wrt!r} must be 'target', 'input' or a torchfil.Private")
     check_modules(model)
     targets = _continuous(model, x, y) if wrt == "target" else y
-    private = wrt if isinstance(wrt, Private) else Private(inputs=(), target=True) if wrt == "target" else None
+    private = (
+        wrt
+        if isinstance(wrt, Private)
+        else Private(inputs=(), target=True)
+        if wrt == "target"
+        else None
+    )
     batch = ExampleGradients.build(model, loss_fn, x, targets, private)
     if len(batch) == 0:
         raise ValueError("there is no example; pass at least one")
@@ -206,7 +242,8 @@ def jacobian_sensitivity(
     width = min(columns, d)
     squares = torch.zeros(len(index), len(batch), dtype=torch.float64)
     ranges = torch.zeros_like(squares)
-    for rows, examples in batch.examples.chunks(max(1, columns // d)):  # whole examples, some coordinates at once
+    # whole examples, some coordinates at once
+    for rows, examples in batch.examples.chunks(max(1, columns // d)):
         piece = replace(batch, examples=examples)
         gradients = piece.gradients()
         for layer, places in enumerate(index.values()):
@@ -227,7 +264,9 @@ def jacobian_sensitivity(
     low, high = (mean - width_of_interval).clamp(min=0).numpy(), (mean + width_of_interval).numpy()
     what = f"the {wrt}" if isinstance(wrt, str) else "private coordinates"
     measure = f"sensitivity of gradients to {what}"
-    return LayerTable(tuple(index), mean.numpy(), low, high, error.numpy(), measure, "F-norm / (ψ · range)")
+    return LayerTable(
+        tuple(index), mean.numpy(), low, high, error.numpy(), measure, "F-norm / (ψ · range)"
+    )
 
 
 def _continuous(model: nn.Module, x: Inputs, y: Tensor) -> Tensor:
@@ -239,12 +278,18 @@ def _continuous(model: nn.Module, x: Inputs, y: Tensor) -> Tensor:
     args, kwargs = map_tensors(lambda leaf: leaf[:1], as_call(x))
     with torch.no_grad():
         output = model(*args, **kwargs)
-    if not (isinstance(output, Tensor) and output.ndim == y.ndim + 1 and output.shape[2:] == y.shape[1:]):
-        shapes = f"{tuple(y.shape)} and outputs {tuple(getattr(output, 'shape', ()))} of one example"
-        raise ValueError(f"targets {shapes} do not fit as class numbers; pass floating-point targets")
+    if not (
+        isinstance(output, Tensor) and output.ndim == y.ndim + 1 and output.shape[2:] == y.shape[1:]
+    ):
+        raise ValueError(
+            f"targets {tuple(y.shape)} and outputs {tuple(getattr(output, 'shape', ()))} of one "
+            "example do not fit as class numbers; pass floating-point targets"
+        )
     classes, least, most = output.shape[1], int(y.min()), int(y.max())
     if not 0 <= least <= most < classes:
-        raise ValueError(f"class numbers {least} … {most} do not lie in the model's 0 … {classes - 1}")
+        raise ValueError(
+            f"class numbers {least} … {most} do not lie in the model's 0 … {classes - 1}"
+        )
     return nn.functional.one_hot(y.long(), classes).movedim(-1, 1).to(output)
 
 
@@ -256,34 +301,40 @@ def v_information(
     bootstrap: int = 200,
     seed: int = 0,
 ) -> LayerTable:
-    """A lower estimate of each layer's V-information about a property, in nats, with a 95 % bootstrap interval.
+    """A lower estimate of each layer's V-information about a property, in nats, with a 95 %
+    bootstrap interval.
 
-    With f(∅) the property's frequencies in the training half and f(g) the family's best predictor fitted there,
+    With f(∅) the property's frequencies in the training half and f(g) the family's best predictor
+    fitted there,
 
         I_V(g → p) = mean over held-out examples of  log f(g_i)[p_i] − log f(∅)[p_i].
 
-    0 means that the gradient is of no use to this family; the property's entropy (log 2 for a fair yes or no) means
-    that it gives the property away. f(g) is λ · classifier + (1 − λ) · f(∅): V-information requires a family that may
-    ignore what it sees (Xu et al. 2020), and the mixture keeps a classifier that overfits from counting as worse than
-    ignorance. λ, and the strength of regularisation for "logistic", are chosen by 5-fold cross-validation within the
-    training half.
+    0 means that the gradient is of no use to this family; the property's entropy (log 2 for a fair
+    yes or no) means that it gives the property away. f(g) is λ · classifier + (1 − λ) · f(∅):
+    V-information requires a family that may ignore what it sees (Xu et al. 2020), and the mixture
+    keeps a classifier that overfits from counting as worse than ignorance. λ, and the strength of
+    regularisation for "logistic", are chosen by 5-fold cross-validation within the training half.
 
-    It is **biased down**, because the predictor is fitted on few examples, and more so for wider layers: if the truth
-    is 0.221, 200 examples find 0.15 in 10 features, and 0.03 in 100 features of which the other 90 are noise. To make
-    layers comparable, "logistic" sees all of them at **one width**: the first 32 principal components of the plain
-    gradient, without labels (fewer if a layer has fewer features, so leave out layers with very few parameters). Both
-    then give 0.15, if the noise varies less than the informative features. What lies outside the components is lost: if
-    all 100 vary alike, it finds 0.05 (and 0.01 in random directions). A forest looks at features one by one and gets
-    all of them: it learned 0.10 from components but 0.64 from the features themselves (docs/attacks-networks.md, fc1).
+    It is **biased down**, because the predictor is fitted on few examples, and more so for wider
+    layers: if the truth is 0.221, 200 examples find 0.15 in 10 features, and 0.03 in 100 features
+    of which the other 90 are noise. To make layers comparable, "logistic" sees all of them at **one
+    width**: the first 32 principal components of the plain gradient, without labels (fewer if a
+    layer has fewer features, so leave out layers with very few parameters). Both then give 0.15, if
+    the noise varies less than the informative features. What lies outside the components is lost:
+    if all 100 vary alike, it finds 0.05 (and 0.01 in random directions). A forest looks at features
+    one by one and gets all of them: it learned 0.10 from components but 0.64 from the features
+    themselves (docs/attacks-networks.md, fc1).
 
     Guarantees:
-        * The result is finite: λ ≤ 0.99, so the probability 0 of a forest costs at most −log(0.01 · f(∅)).
-        * Every layer is judged on the same split. The interval resamples only the held-out examples; it does not show
-          how another training half would have done, and does not cover the bias. A value below 0 is overfitting or
-          chance.
+        * The result is finite: λ ≤ 0.99, so the probability 0 of a forest costs at most −log(0.01 ·
+          f(∅)).
+        * Every layer is judged on the same split. The interval resamples only the held-out
+          examples; it does not show how another training half would have done, and does not cover
+          the bias. A value below 0 is overfitting or chance.
 
     Args:
-        gradients: {layer: [n, N_l]} from :func:`layer_gradients`; features (their components) are standardised.
+        gradients: {layer: [n, N_l]} from :func:`layer_gradients`; features (their components) are
+            standardised.
         property: [n] labels of two or more classes, each at least three times.
         family: "logistic" (ridge) or "forest" (200 trees).
         bootstrap: The number of resamples.
@@ -291,7 +342,8 @@ def v_information(
 
     Raises:
         ImportError: scikit-learn is not installed.
-        ValueError: A constant property, too few examples of a class, shapes that disagree, values that are not finite.
+        ValueError: A constant property, too few examples of a class, shapes that disagree, values
+            that are not finite.
     """
     with installed_by("glm", "v_information needs scikit-learn"):
         import sklearn  # noqa: F401
@@ -299,9 +351,15 @@ def v_information(
         raise ValueError(f"family={family!r} must be 'logistic' or 'forest'")
     labels = np.unique(as_array(property), return_inverse=True)[1]
     _check_gradients(gradients, labels)
-    width = None if family == "forest" else min(_COMPONENTS, *(value.shape[1] for value in gradients.values()))
+    width = (
+        None
+        if family == "forest"
+        else min(_COMPONENTS, *(value.shape[1] for value in gradients.values()))
+    )
     test = _held_out(labels, seed)
-    each = [_gains(as_array(X).astype(float), labels, test, width, seed) for X in gradients.values()]
+    each = [
+        _gains(as_array(X).astype(float), labels, test, width, seed) for X in gradients.values()
+    ]
     gains = np.stack(each)  # [layers, held-out]
 
     # The same resamples for every layer, so that layers can be compared.
@@ -314,8 +372,13 @@ def v_information(
     return LayerTable(tuple(gradients), gains.mean(axis=1), low, high, error, measure, "nats")
 
 
-def _gains(X: np.ndarray, labels: np.ndarray, test: np.ndarray, width: int | None, seed: int) -> np.ndarray:
-    """log f(g)[p] − log f(∅)[p] of every held-out example; a width: the logistic family, None: forests."""
+def _gains(
+    X: np.ndarray, labels: np.ndarray, test: np.ndarray, width: int | None, seed: int
+) -> np.ndarray:
+    """log f(g)[p] − log f(∅)[p] of every held-out example.
+
+    A width: the logistic family, None: forests.
+    """
     from sklearn.ensemble import RandomForestClassifier
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import StratifiedKFold
@@ -333,8 +396,12 @@ def _gains(X: np.ndarray, labels: np.ndarray, test: np.ndarray, width: int | Non
     for fit, held in folds.split(train_X, train_y):
         inside, outside = _features(train_X[fit], train_X[held], width)
         for i, candidate in enumerate(candidates):
-            foreseen[i, held] = _truth_probability(candidate, inside, train_y[fit], outside, train_y[held])
-    scores = np.stack([np.log(share * foreseen + (1 - share) * prior[train_y]).mean(axis=1) for share in _SHARES])
+            foreseen[i, held] = _truth_probability(
+                candidate, inside, train_y[fit], outside, train_y[held]
+            )
+    scores = np.stack(
+        [np.log(share * foreseen + (1 - share) * prior[train_y]).mean(axis=1) for share in _SHARES]
+    )
     share_index, best = np.unravel_index(scores.argmax(), scores.shape)
 
     if share_index == 0:
@@ -347,18 +414,23 @@ def _gains(X: np.ndarray, labels: np.ndarray, test: np.ndarray, width: int | Non
 def _truth_probability(
     candidate: object, X: np.ndarray, y: np.ndarray, new: np.ndarray, truth: np.ndarray
 ) -> np.ndarray:
-    """The probability that a candidate, fitted to X and y, gives to the true classes of new examples, [n]."""
+    """The probability that a candidate, fitted to X and y, gives to the true classes of new
+    examples, [n].
+    """
     from sklearn.base import clone
     from sklearn.exceptions import ConvergenceWarning
 
-    with warnings.catch_warnings():  # a fit that stops early is in the family, too; cross-validation judges it
+    # a fit that stops early is in the family, too; cross-validation judges it
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         fitted = clone(candidate).fit(X, y)
     return fitted.predict_proba(new)[np.arange(len(new)), np.searchsorted(fitted.classes_, truth)]
 
 
 def _features(X: np.ndarray, new: np.ndarray, width: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Both parts, centred by X, projected to its first principal components if requested, and standardised by X."""
+    """Both parts, centred by X, projected to its first principal components if requested, and
+    standardised by X.
+    """
     mean = X.mean(axis=0)
     X, new, size = X - mean, new - mean, np.abs(X).max(initial=0)
     if width is not None:
@@ -366,9 +438,11 @@ def _features(X: np.ndarray, new: np.ndarray, width: int | None) -> tuple[np.nda
         _, _, directions = np.linalg.svd(X, full_matrices=False)
         directions = directions[: min(width, len(X) - 1, X.shape[1])].T
         X, new = X @ directions, new @ directions
-        size = 1e6 * X.std(axis=0).max(initial=0)  # components below a millionth of the first are rounding
+        # components below a millionth of the first are rounding
+        size = 1e6 * X.std(axis=0).max(initial=0)
     deviation = X.std(axis=0)
-    deviation = np.where(deviation > 1e-12 * size, deviation, np.inf)  # constant features say nothing
+    # constant features say nothing
+    deviation = np.where(deviation > 1e-12 * size, deviation, np.inf)
     X, new = X / deviation, new / deviation
     if width is not None:
         scale = math.sqrt((X**2).sum() / len(X)) or 1.0  # so that one grid of C suits every width
@@ -383,14 +457,19 @@ def _held_out(labels: np.ndarray, seed: int) -> np.ndarray:
     for label in np.unique(labels):
         rows = np.flatnonzero(labels == label)
         if len(rows) < 3:
-            raise ValueError(f"a class of the property has {len(rows)} examples and needs 3: merge classes")
+            raise ValueError(
+                f"a class of the property has {len(rows)} examples and needs 3: merge classes"
+            )
         test[generator.permutation(rows)[: min(round(0.5 * len(rows)), len(rows) - 2)]] = True
     return test
 
 
 def _check_gradients(gradients: Mapping[str, Tensor | np.ndarray], labels: np.ndarray) -> None:
     if labels.ndim != 1 or len(np.unique(labels)) < 2:
-        raise ValueError("property must be one label per example, with two values at least; a constant says nothing")
+        raise ValueError(
+            "property must be one label per example, with two values at least; a constant says "
+            "nothing"
+        )
     for layer, value in gradients.items():
         array, n = as_array(value), len(labels)
         if array.ndim != 2 or len(array) != n:

@@ -1,10 +1,11 @@
-r"""Privacy-loss input susceptibility: which attributes of an example drive its loss of privacy (PLIS, 2022).
+r"""Privacy-loss input susceptibility: which attributes of an example drive its loss of privacy
+(PLIS, 2022).
 
     PL = ‖g‖²/s²,      PLIS = ∂PL/∂z = 2 Jᵀg / s²,      J = ∂g/∂z.
 
-Under DP-SGD, g is the clipped gradient g̃ and s = σC the noise's standard deviation. Then PLIS = 2‖g̃‖ a / s², where a
-= ∂‖g̃‖/∂z is the direction that exact Poisson accounting weights by κ∥ (:mod:`torchfil.fisher.operator`). Without
-noise, s = 1 (the "gradient signal").
+Under DP-SGD, g is the clipped gradient g̃ and s = σC the noise's standard deviation. Then PLIS =
+2‖g̃‖ a / s², where a = ∂‖g̃‖/∂z is the direction that exact Poisson accounting weights by κ∥
+(:mod:`torchfil.fisher.operator`). Without noise, s = 1 (the "gradient signal").
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.recording import Plan, RecordedJacobian, UnsupportedCallError, plan
 from torchfil.fisher.recording.graphs import CapturedPass, signature
 from torchfil.private import Examples, Inputs, Private
-from torchfil.utils.errors import require
 from torchfil.utils.trees import concatenated
 
 logger = logging.getLogger(__name__)
 
-_UNCLIPPED = ClipFunction("none", torch.ones_like, torch.zeros_like, norm_bound=math.inf, calibrated=False)
+_UNCLIPPED = ClipFunction(
+    "none", torch.ones_like, torch.zeros_like, norm_bound=math.inf, calibrated=False
+)
 _MOST_GRAPHS = 8
 _WORKING_VECTORS = 6  # vectors of length p per example, if gradients must be formed
 
@@ -51,7 +53,9 @@ def unclipped(noise_std: float) -> Mechanism:
 
 
 def recorded_norms(gradients: ExampleGradients, mechanism: Mechanism) -> tuple[Tensor, Tensor]:
-    """‖g̃‖, [batch], and a = ∂‖g̃‖/∂z, [batch, d]: a forward pass, a backward pass, and a backward pass through both."""
+    """‖g̃‖, [batch], and a = ∂‖g̃‖/∂z, [batch, d]: a forward pass, a backward pass, and a backward
+    pass through both.
+    """
     jacobian = RecordedJacobian(gradients, mechanism)
     return jacobian.clipped_norm, jacobian.clipped_norm_gradient()
 
@@ -67,7 +71,11 @@ class _GraphedNorms:
         if not self.usable or gradients.device.type != "cuda":
             return recorded_norms(gradients, mechanism)
 
-        key = (len(gradients), signature(gradients), tuple(module.training for module in gradients.model.modules()))
+        key = (
+            len(gradients),
+            signature(gradients),
+            tuple(module.training for module in gradients.model.modules()),
+        )
         if key not in self._captured:
             if len(self._captured) >= _MOST_GRAPHS:
                 self._captured.clear()
@@ -99,12 +107,14 @@ def susceptibility(
 ) -> Susceptibility:
     """PL = ‖g̃‖²/s² and PLIS = 2‖g̃‖a/s² of every example of a batch.
 
-    If the layers allow, this takes one recorded pass without per-example gradients (:mod:`torchfil.fisher.recording`),
-    otherwise gradients mapped over examples; in chunks either way.
+    If the layers allow, this takes one recorded pass without per-example gradients
+    (:mod:`torchfil.fisher.recording`), otherwise gradients mapped over examples; in chunks either
+    way.
 
     Args:
         gradients: The examples with model and loss, and their clip weights ω, if any.
-        mechanism: How gradients are clipped, and s; None: the gradient signal, not clipped, not weighted, and s = 1.
+        mechanism: How gradients are clipped, and s; None: the gradient signal, not clipped, not
+            weighted, and s = 1.
         max_memory: The bytes for a chunk's graph or gradients; a chunk has at least one example.
         batch_plan: An earlier result of :func:`torchfil.fisher.recording.plan` for such a batch.
         recorded_pass: How to compute ‖g̃‖ and a if the layers allow a recorded pass.
@@ -117,10 +127,14 @@ def susceptibility(
         batch_plan = batch_plan if batch_plan is not None else plan(gradients)
         chunks = gradients.chunks(max_memory, batch_plan.bytes_per_example)
         with contextlib.suppress(UnsupportedCallError):  # of a batch that is not as the trial's
-            parts = [recorded_pass(part, mechanism) for _, part in chunks] if batch_plan.fits else []
+            parts = (
+                [recorded_pass(part, mechanism) for _, part in chunks] if batch_plan.fits else []
+            )
     if not parts:
         mapped = PrivateBatch(gradients, mechanism).chunks(max_memory, _WORKING_VECTORS)
-        parts = [(jacobian.clipped_norm, jacobian.clipped_norm_gradient()) for _, jacobian in mapped]
+        parts = [
+            (jacobian.clipped_norm, jacobian.clipped_norm_gradient()) for _, jacobian in mapped
+        ]
     norm, slope = concatenated(parts)
     factor = mechanism.noise_std**-2
     return Susceptibility(factor * norm.square(), 2 * factor * norm[:, None] * slope)
@@ -129,12 +143,12 @@ def susceptibility(
 class PLIS:
     """An attribution of each example's privacy loss to its input, in the shape of the input.
 
-    It is positive where a larger value would raise the example's privacy loss, negative where it would lower it; its
-    size says how fast.
+    It is positive where a larger value would raise the example's privacy loss, negative where it
+    would lower it; its size says how fast.
 
     Guarantees:
-        * Examples do not mix: if a model mixes them in a recorded pass, this is detected, and they are processed one by
-          one.
+        * Examples do not mix: if a model mixes them in a recorded pass, this is detected, and they
+          are processed one by one.
         * A zero gradient gives a map of zeros.
         * The model is not changed, and no ``.grad`` is touched.
 
@@ -144,14 +158,16 @@ class PLIS:
         noise_std: s = σC, the standard deviation of DP-SGD's noise; None: without noise, s = 1.
         max_grad_norm: C; None: no clipping.
         clip: The clip function, if there is clipping.
-        private: Which coordinates to attribute to; None: every floating-point input. ``Private(submodule="embedding")``
-            attributes to the output of an embedding, for integer inputs.
-        max_memory: The bytes that the computation may hold besides the model and the result, as estimated from two
-            examples.
+        private: Which coordinates to attribute to; None: every floating-point input.
+            ``Private(submodule="embedding")`` attributes to the output of an embedding, for integer
+            inputs.
+        max_memory: The bytes that the computation may hold besides the model and the result, as
+            estimated from two examples.
         cuda_graphs: Whether batches of a known size run as CUDA graphs on a GPU.
 
     Attributes:
-        method: How the last batch was processed: "recorded pass", or "mapped gradients" with the reason.
+        method: How the last batch was processed: "recorded pass", or "mapped gradients" with the
+            reason.
 
     Example:
         For ℓ = (wx)² with w = 2 at x = 3: g = 2wx², PL = 4w²x⁴, PLIS = 16w²x³.
@@ -174,11 +190,25 @@ class PLIS:
         max_memory: int = DEFAULT_MAX_MEMORY,
         cuda_graphs: bool = True,
     ) -> None:
-        for name, value in (("noise_std", noise_std), ("max_grad_norm", max_grad_norm), ("max_memory", max_memory)):
-            require(value is None or value > 0, f"{name}={value} must be positive; leave it out to have none")
-        self.model, self.loss_fn, self.private, self.max_memory = model, loss_fn, private, max_memory
+        for name, value in (
+            ("noise_std", noise_std),
+            ("max_grad_norm", max_grad_norm),
+            ("max_memory", max_memory),
+        ):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value} must be positive; leave it out to have none")
+        self.model, self.loss_fn, self.private, self.max_memory = (
+            model,
+            loss_fn,
+            private,
+            max_memory,
+        )
         std, limit = 1.0 if noise_std is None else noise_std, max_grad_norm
-        clipped = None if limit is None else Mechanism(limit, std / limit, get_clip(clip), NoAmplification())
+        clipped = (
+            None
+            if limit is None
+            else Mechanism(limit, std / limit, get_clip(clip), NoAmplification())
+        )
         self.mechanism = clipped or unclipped(std)
         self.method: str | None = None
         self._plans: dict[Hashable, Plan] = {}
@@ -188,12 +218,14 @@ class PLIS:
         """The PLIS of every example, in the shape of the inputs.
 
         Args:
-            inputs: A tensor, a tuple of positional inputs or a dict of keyword inputs, [batch, …] each.
+            inputs: A tensor, a tuple of positional inputs or a dict of keyword inputs, [batch, …]
+                each.
             targets: The targets for ``loss_fn``, [batch, …].
 
         Returns:
-            For one private tensor (the usual case) a tensor of its shape; for several a dict by position or name, with
-            the key "target" for a private target. Coordinates that are not private are NaN.
+            For one private tensor (the usual case) a tensor of its shape; for several a dict by
+            position or name, with the key "target" for a private target. Coordinates that are not
+            private are NaN.
         """
         examples, measured = self._measured(inputs, targets)
         maps = examples.maps(measured.gradient)
@@ -204,7 +236,9 @@ class PLIS:
         return self._measured(inputs, targets)[1].privacy_loss
 
     def subject(self, inputs: Inputs, targets: object) -> Tensor:
-        """The subject-level PLIS of every example: the norm over all its private coordinates, [batch]."""
+        """The subject-level PLIS of every example: the norm over all its private coordinates,
+        [batch].
+        """
         return torch.linalg.vector_norm(self._measured(inputs, targets)[1].gradient, dim=1)
 
     def _measured(self, inputs: Inputs, targets: object) -> tuple[Examples, Susceptibility]:
@@ -213,12 +247,22 @@ class PLIS:
         if batch_plan is not None:
             reason = batch_plan.reason
             self.method = "recorded pass" if reason is None else f"mapped gradients: {reason}"
-        options: dict[str, Any] = {"max_memory": self.max_memory, "recorded_pass": self._recorded_pass}
-        return gradients.examples, susceptibility(gradients, self.mechanism, batch_plan=batch_plan, **options)
+        options: dict[str, Any] = {
+            "max_memory": self.max_memory,
+            "recorded_pass": self._recorded_pass,
+        }
+        return gradients.examples, susceptibility(
+            gradients, self.mechanism, batch_plan=batch_plan, **options
+        )
 
     def _plan(self, gradients: ExampleGradients) -> Plan:
         training = tuple(module.training for module in gradients.model.modules())
-        kind = (gradients.examples.form, gradients.num_coordinates, gradients.dtype, gradients.device)
+        kind = (
+            gradients.examples.form,
+            gradients.num_coordinates,
+            gradients.dtype,
+            gradients.device,
+        )
         key = (*kind, training, tuple(gradients.parameters))
         if key in self._plans:
             return self._plans[key]
@@ -239,7 +283,8 @@ def subject_norms(attribution: Tensor) -> Tensor:
 
 
 def column_norms(attribution: Tensor) -> Tensor:
-    """The size of the PLIS by column of a table [batch, columns], or the norm over all dimensions except the last.
+    """The size of the PLIS by column of a table [batch, columns], or the norm over all dimensions
+    except the last.
 
     Example:
         >>> column_norms(torch.tensor([[-1.0, 2.0]]))
@@ -250,7 +295,9 @@ def column_norms(attribution: Tensor) -> Tensor:
 
 
 def token_norms(attribution: Tensor) -> Tensor:
-    """‖∂PL/∂z_t‖ of every token t of a text, over its embedding's coordinates, [batch, T]; NaN at padding.
+    """‖∂PL/∂z_t‖ of every token t of a text, over its embedding's coordinates, [batch, T].
+
+    NaN at padding.
 
     Args:
         attribution: The PLIS of an embedding's output, [batch, T, width].
@@ -270,15 +317,28 @@ def superpixel_norms(attribution: Tensor, segments: Tensor) -> Tensor:
         segments: Integer labels, [H, W] for all examples or [batch, H, W].
 
     Example:
-        >>> superpixel_norms(torch.tensor([[[3.0, 1.0], [4.0, 2.0]]]), torch.tensor([[0, 7], [0, 7]]))
+        >>> superpixel_norms(
+        ...     torch.tensor([[[3.0, 1.0], [4.0, 2.0]]]), torch.tensor([[0, 7], [0, 7]])
+        ... )
         tensor([[5.0000, 2.2361]])
     """
     height_and_width = attribution.shape[-2:]
-    fit = segments.shape[-2:] == height_and_width and segments.ndim in (2, 3) and not segments.is_floating_point()
-    what = f"segments of {segments.dtype} and shape {tuple(segments.shape)}"
-    require(fit, f"{what} must be integer labels of shape {tuple(height_and_width)}, or one such map per example")
+    if not (
+        segments.shape[-2:] == height_and_width
+        and segments.ndim in (2, 3)
+        and not segments.is_floating_point()
+    ):
+        raise ValueError(
+            f"segments of {segments.dtype} and shape {tuple(segments.shape)} must be integer "
+            f"labels of shape {tuple(height_and_width)}, or one such map per example"
+        )
     labels, numbers = segments.unique(return_inverse=True)
     batch = len(attribution)
-    squares = attribution.nan_to_num(nan=0.0).square().reshape(batch, -1, height_and_width.numel()).sum(dim=1)
+    squares = (
+        attribution.nan_to_num(nan=0.0)
+        .square()
+        .reshape(batch, -1, height_and_width.numel())
+        .sum(dim=1)
+    )
     numbers = numbers.reshape(-1, height_and_width.numel()).expand(batch, -1).to(squares.device)
     return squares.new_zeros(batch, len(labels)).scatter_add(1, numbers, squares).sqrt()

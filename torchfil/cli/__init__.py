@@ -1,4 +1,7 @@
-"""The ``torchfil`` command; each module holds the commands of one purpose, thin over the library."""
+"""The ``torchfil`` command.
+
+Each module holds the commands of one purpose, thin over the library.
+"""
 
 import click
 
@@ -33,9 +36,10 @@ def main() -> None:
       torchfil audit training:train --data training:dataset  # is each step as private as accounted?
       torchfil glm patients.csv --target dose --sigma 0.01 --private vkorc1,age
 
-    A run is saved by engine.save_run("run.parquet", delta=1e-5) after training with torchfil.FILPrivacyEngine.
-    Exit codes: 0 done, 1 a policy is broken, a signature does not hold, an audit found a fault, 2 bad input, 3 cannot
-    tell (gate: no rule is broken, but one cannot be answered).
+    A run is saved by engine.save_run("run.parquet", delta=1e-5) after training with
+    torchfil.FILPrivacyEngine. Exit codes: 0 done, 1 a policy is broken, a signature does not hold,
+    an audit found a fault, 2 bad input, 3 cannot tell (gate: no rule is broken, but one cannot be
+    answered).
     """
 
 

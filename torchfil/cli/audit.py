@@ -12,17 +12,39 @@ from torchfil.cli.output import FAILED, Output, with_output
 
 @click.command()
 @click.argument("train", metavar="MODULE:TRAIN")
-@click.option("--data", required=True, metavar="MODULE:DATA", help="The data set, or a function that returns it.")
-@click.option("--steps", type=click.IntRange(min=1), default=20, show_default=True, help="Releases to compare.")
-@click.option("--example", "examples", type=int, multiple=True, help="Whom to leave out; three at random if not given.")
+@click.option(
+    "--data",
+    required=True,
+    metavar="MODULE:DATA",
+    help="The data set, or a function that returns it.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="Releases to compare.",
+)
+@click.option(
+    "--example",
+    "examples",
+    type=int,
+    multiple=True,
+    help="Whom to leave out; three at random if not given.",
+)
 @click.option("--hidden-n", is_flag=True, help="The number of examples is not public.")
 @click.pass_context
 @with_output
-def audit(ctx: click.Context, train: str, data: str, hidden_n: bool, out: Output, **options: Any) -> None:
-    """Train on neighbouring data sets with equal randomness; name every step that is not as private as accounted.
+def audit(
+    ctx: click.Context, train: str, data: str, hidden_n: bool, out: Output, **options: Any
+) -> None:
+    """Train on neighbouring data sets with equal randomness.
 
-    The function takes the data set, makes model, optimizer and loader private (by Opacus or torchfil) and trains; it is
-    stopped after a few steps. It prints what was compared. Exit code 0: no fault was seen, 1: faults, 2: bad input.
+    Name every step that is not as private as accounted.
+
+    The function takes the data set, makes model, optimizer and loader private (by Opacus or
+    torchfil) and trains; it is stopped after a few steps. It prints what was compared. Exit code 0:
+    no fault was seen, 1: faults, 2: bad input.
 
     \b
     Examples:

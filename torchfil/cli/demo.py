@@ -17,15 +17,41 @@ from torchfil.cli.runs import summary
 DELTA, HELD_OUT = 1e-4, 297
 # 3 columns and 5 rows of each digit
 _GLYPHS = (
-    *("111101101101111", "010110010010111", "111001111100111", "111001111001111", "101101111001001"),
-    *("111100111001111", "111100111101111", "111001010010010", "111101111101111", "111101111001111"),
+    *(
+        "111101101101111",
+        "010110010010111",
+        "111001111100111",
+        "111001111001111",
+        "101101111001001",
+    ),
+    *(
+        "111100111001111",
+        "111100111101111",
+        "111001010010010",
+        "111101111101111",
+        "111101111001111",
+    ),
 )
 
 
 @click.command()
-@click.option("-o", "--out", "directory", type=FILE, default="out/demo", show_default=True, help="Folder to write.")
+@click.option(
+    "-o",
+    "--out",
+    "directory",
+    type=FILE,
+    default="out/demo",
+    show_default=True,
+    help="Folder to write.",
+)
 @click.option("--epochs", type=click.IntRange(min=1), default=20, show_default=True)
-@click.option("--noise", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True, help="σ.")
+@click.option(
+    "--noise",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="σ.",
+)
 @click.option("--device", default="cpu", show_default=True)
 @with_output
 def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -> None:
@@ -43,7 +69,9 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+        raise ValueError(
+            f"device {device!r} cannot be used: {str(error).splitlines()[0]}"
+        ) from error
     check_replaceable(directory / "report")
     directory.mkdir(parents=True, exist_ok=True)
 
@@ -64,7 +92,10 @@ def demo(directory: Path, epochs: int, noise: float, device: str, out: Output) -
 
 
 def _train(path: Path, epochs: int, noise_multiplier: float, device: str, out: Output) -> Path:
-    """An ordinary Opacus loop with the engine in it; the run is saved, digits as groups and pixels as attributes."""
+    """An ordinary Opacus loop with the engine in it.
+
+    The run is saved, digits as groups and pixels as attributes.
+    """
     from torchfil.engine import FILPrivacyEngine
     from torchfil.engine.watching import show_every
     from torchfil.questions import Absent
@@ -74,7 +105,9 @@ def _train(path: Path, epochs: int, noise_multiplier: float, device: str, out: O
     out.say(f"Data: {origin}, {HELD_OUT} of them held out; nothing is downloaded.")
     held_out = images[:HELD_OUT].to(device), labels[:HELD_OUT].to(device)
     images, labels = images[HELD_OUT:], labels[HELD_OUT:]
-    network = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(128, 10))
+    network = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.Tanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(128, 10)
+    )
     optimizer = torch.optim.SGD(network.to(device).parameters(), lr=1.0, momentum=0.5)
     engine = FILPrivacyEngine()
     loader = DataLoader(TensorDataset(images, labels), batch_size=128)
@@ -91,7 +124,10 @@ def _train(path: Path, epochs: int, noise_multiplier: float, device: str, out: O
         with torch.no_grad():
             accuracy = float((model(held_out[0]).argmax(1) == held_out[1]).double().mean())
         epsilon = engine.get_epsilon(DELTA)
-        out.say(f"epoch {epoch + 1}: accuracy {100 * accuracy:.0f} %, ε = {epsilon:.2f} at δ = {DELTA:g}")
+        out.say(
+            f"epoch {epoch + 1}: accuracy {100 * accuracy:.0f} %, ε = {epsilon:.2f} at δ = "
+            f"{DELTA:g}"
+        )
     return engine.save_run(
         path,
         delta=DELTA,
@@ -106,11 +142,16 @@ def _train(path: Path, epochs: int, noise_multiplier: float, device: str, out: O
 
 
 def small_digits() -> tuple[Tensor, Tensor, str]:
-    """1,797 digits, [1797, 1, 8, 8] in [0, 1], their labels, and which they are: handwritten, or drawn by rule."""
+    """1,797 digits, [1797, 1, 8, 8] in [0, 1], their labels, and which they are: handwritten, or
+    drawn by rule.
+    """
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        drawn = "1,797 digits drawn by rule (scikit-learn, which has handwritten ones, is not installed)"
+        drawn = (
+            "1,797 digits drawn by rule (scikit-learn, which has handwritten ones, is not "
+            "installed)"
+        )
         return *_drawn_digits(1797), drawn
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
@@ -120,7 +161,9 @@ def small_digits() -> tuple[Tensor, Tensor, str]:
 def _drawn_digits(count: int) -> tuple[Tensor, Tensor]:
     """Glyphs at one of four places, in ink of different strength, on noise."""
     draws = torch.Generator().manual_seed(0)
-    glyphs = torch.tensor([[float(pixel) for pixel in glyph] for glyph in _GLYPHS]).reshape(10, 5, 3)
+    glyphs = torch.tensor([[float(pixel) for pixel in glyph] for glyph in _GLYPHS]).reshape(
+        10, 5, 3
+    )
     margins = ((1 + right, 4 - right, 1 + down, 2 - down) for right in (0, 1) for down in (0, 1))
     placed = torch.stack([nn.functional.pad(glyphs, margin) for margin in margins])  # [4, 10, 8, 8]
     labels, places = (torch.randint(most, (count,), generator=draws) for most in (10, 4))

@@ -22,32 +22,76 @@ from torchfil.run.composed import compose
 from torchfil.run.file import load
 from torchfil.run.matching import check_same_recipe
 from torchfil.run.saved_run import SavedRun, value_at
-from torchfil.utils.errors import require
 from torchfil.utils.files import write_bytes
 from torchfil.utils.text import json_ready, visible, write_csv
 
 
 @click.command()
 @click.argument("run", type=FILE, nargs=-1)
-@click.option("--policy", type=FILE, help="Thresholds, a TOML file; policy.toml if it exists, else the default policy.")
-@click.option("--preset", "named", type=click.Choice(PRESETS), help="Thresholds for a purpose, instead of a file.")
-@click.option("--init", is_flag=True, help="Write a commented policy to start from, instead; with --preset, that one.")
-@click.option("--baseline", type=FILE, help="An earlier run on the same examples, for max_worsening.")
-@click.option("--fail-if-worse", is_flag=True, help="Fail if the run leaks more than --baseline, beyond chance.")
-@click.option("--tolerance", type=click.FloatRange(0, 100), help="With --fail-if-worse: what is allowed; 0.1: a tenth.")
-@click.option("--released", type=FILE, multiple=True, help="A model released before, on the same people; repeatable.")
-@click.option("--list", "list_file", type=FILE, help="Write the ids of the examples that break a rule, a CSV file.")
-@click.option("--sarif", "sarif_file", type=FILE, help="Write what is broken for code scanning, a SARIF 2.1.0 file.")
+@click.option(
+    "--policy",
+    type=FILE,
+    help="Thresholds, a TOML file; policy.toml if it exists, else the default policy.",
+)
+@click.option(
+    "--preset",
+    "named",
+    type=click.Choice(PRESETS),
+    help="Thresholds for a purpose, instead of a file.",
+)
+@click.option(
+    "--init",
+    is_flag=True,
+    help="Write a commented policy to start from, instead; with --preset, that one.",
+)
+@click.option(
+    "--baseline", type=FILE, help="An earlier run on the same examples, for max_worsening."
+)
+@click.option(
+    "--fail-if-worse",
+    is_flag=True,
+    help="Fail if the run leaks more than --baseline, beyond chance.",
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0, 100),
+    help="With --fail-if-worse: what is allowed; 0.1: a tenth.",
+)
+@click.option(
+    "--released",
+    type=FILE,
+    multiple=True,
+    help="A model released before, on the same people; repeatable.",
+)
+@click.option(
+    "--list",
+    "list_file",
+    type=FILE,
+    help="Write the ids of the examples that break a rule, a CSV file.",
+)
+@click.option(
+    "--sarif",
+    "sarif_file",
+    type=FILE,
+    help="Write what is broken for code scanning, a SARIF 2.1.0 file.",
+)
 @click.option("--json-file", "json_file", type=FILE, help="Write what --json prints to a file.")
-@click.option("--redacted", is_flag=True, help="Say of each rule whether it holds, and no number that was measured.")
+@click.option(
+    "--redacted",
+    is_flag=True,
+    help="Say of each rule whether it holds, and no number that was measured.",
+)
 @click.pass_context
 @with_output
 def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: Any) -> None:
-    """Check saved runs against a policy. Exit code 0: passed, 1: failed, 2: bad input, 3: cannot tell.
+    """Check saved runs against a policy.
 
-    Files are readable by their owner only, and replaced when complete. Only the file of --list names examples. On
-    GitHub, verdicts are added to the file that GITHUB_STEP_SUMMARY names, and broken rules are annotated. Annotations
-    and SARIF never have a measured number; with --redacted, nothing but --list has, for logs that others read.
+    Exit code 0: passed, 1: failed, 2: bad input, 3: cannot tell.
+
+    Files are readable by their owner only, and replaced when complete. Only the file of --list
+    names examples. On GitHub, verdicts are added to the file that GITHUB_STEP_SUMMARY names, and
+    broken rules are annotated. Annotations and SARIF never have a measured number; with --redacted,
+    nothing but --list has, for logs that others read.
 
     \b
     Examples:
@@ -66,16 +110,26 @@ def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: A
     if not runs:
         raise click.UsageError("name a saved run, or use --init to write a policy", ctx)
     given_policy, source = _thresholds(given)
-    read = [path for path in (*runs, *given["released"], given["baseline"], source) if path is not None]
+    read = [
+        path for path in (*runs, *given["released"], given["baseline"], source) if path is not None
+    ]
     check_places(read, {f"--{name}": given[f"{name}_file"] for name in ("list", "sarif", "json")})
 
     policy, judged = _judge(runs, given, given_policy)
-    verdicts, remarks, about = judged[0][1], notes(judged[0][0], redacted=redacted), judged[0][0].about
+    verdicts, remarks, about = (
+        judged[0][1],
+        notes(judged[0][0], redacted=redacted),
+        judged[0][0].about,
+    )
     if given_policy is None:
-        remarks.insert(0, f"no policy was given: judged by {policy.name}, as on the page of torchfil report")
+        remarks.insert(
+            0, f"no policy was given: judged by {policy.name}, as on the page of torchfil report"
+        )
     if len(runs) > 1:
         verdicts = worst_of({str(path): own for path, (_, own) in zip(runs, judged, strict=True)})
-        remarks.append(f"the worst of {len(runs)} runs decides each rule; other notes are about the first")
+        remarks.append(
+            f"the worst of {len(runs)} runs decides each rule; other notes are about the first"
+        )
     advice = Options() if redacted or len(runs) > 1 else options_of(judged[0][0], policy, verdicts)
     if redacted:
         verdicts = [public(verdict) for verdict in verdicts]
@@ -90,7 +144,11 @@ def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: A
         "not_smooth": value_at(about, "model.not_smooth"),
     }
     _write_files(given, judged, data, pipelines.sarif(verdicts, source))
-    _tell_github(pipelines.step_summary(str(about.get("title", runs[0])), verdicts, remarks), verdicts, source)
+    _tell_github(
+        pipelines.step_summary(str(about.get("title", runs[0])), verdicts, remarks),
+        verdicts,
+        source,
+    )
     lines = _in_lines(verdicts, remarks, given["list_file"], out)
     lines += [each for each in (advice.change, *advice.others) if each]
     out.result("\n".join([*lines, pipelines.in_short(verdicts)]), json_ready(data, for_people=True))
@@ -100,13 +158,20 @@ def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: A
 def _begin_policy(file: Path, named: str, out: Output) -> None:
     """Write a commented policy to start from."""
     if file.exists():
-        raise FileExistsError(f"{file} exists already and is not overwritten; name another with --policy")
+        raise FileExistsError(
+            f"{file} exists already and is not overwritten; name another with --policy"
+        )
     write_bytes(file, preset(named).encode())
-    out.result(f"wrote {file}; edit it, then: torchfil gate RUN --policy {file}", {"policy": str(file)})
+    out.result(
+        f"wrote {file}; edit it, then: torchfil gate RUN --policy {file}", {"policy": str(file)}
+    )
 
 
 def _write_files(
-    given: dict[str, Any], judged: list[tuple[SavedRun, list[Verdict]]], data: dict[str, Any], sarif: dict[str, Any]
+    given: dict[str, Any],
+    judged: list[tuple[SavedRun, list[Verdict]]],
+    data: dict[str, Any],
+    sarif: dict[str, Any],
 ) -> None:
     """The files of --list, --sarif and --json-file."""
     if given["list_file"] is not None:
@@ -117,8 +182,13 @@ def _write_files(
             write_bytes(path, json.dumps(ready, indent=1, ensure_ascii=False).encode())
 
 
-def _in_lines(verdicts: list[Verdict], remarks: list[str], listed: Path | None, out: Output) -> list[str]:
-    """The rules in a table, the notes, and where the examples are listed; with --quiet the broken rules alone."""
+def _in_lines(
+    verdicts: list[Verdict], remarks: list[str], listed: Path | None, out: Output
+) -> list[str]:
+    """The rules in a table, the notes, and where the examples are listed.
+
+    With --quiet the broken rules alone.
+    """
     shown = [verdict for verdict in verdicts if not (out.quiet and verdict.passed)]
     lines = [table(["", *pipelines.COLUMNS], pipelines.rows_of(shown), left=5)] if shown else []
     if out.quiet:
@@ -126,43 +196,73 @@ def _in_lines(verdicts: list[Verdict], remarks: list[str], listed: Path | None, 
     lines += [f"note: {visible(remark)}" for remark in remarks]
     if listed is not None:
         broken = any(not own.passed for own in verdicts)
-        lines.append(f"{'whom the broken rules concern' if broken else 'no rule is broken'}: {listed}")
+        lines.append(
+            f"{'whom the broken rules concern' if broken else 'no rule is broken'}: {listed}"
+        )
     return lines
 
 
 def _thresholds(given: dict[str, Any]) -> tuple[Policy | None, Path | None]:
     """The policy, None for the default one of a run, and its file where there is one."""
-    source, named, worse, allowed = (given[name] for name in ("policy", "named", "fail_if_worse", "tolerance"))
-    two = f"--preset {named} and --policy {source} are two policies; keep --policy, and let it say extends = {named!r}"
-    require(source is None or named is None, two)
-    require(worse or allowed is None, "--tolerance has no effect without --fail-if-worse; add it, or leave it out")
-    require(given["baseline"] is not None or not worse, "--fail-if-worse needs --baseline, the file of an earlier run")
+    source, named, worse, allowed = (
+        given[name] for name in ("policy", "named", "fail_if_worse", "tolerance")
+    )
+    if source is not None and named is not None:
+        raise ValueError(
+            f"--preset {named} and --policy {source} are two policies; keep --policy, and let it "
+            f"say extends = {named!r}"
+        )
+    if not worse and allowed is not None:
+        raise ValueError(
+            "--tolerance has no effect without --fail-if-worse; add it, or leave it out"
+        )
+    if given["baseline"] is None and worse:
+        raise ValueError("--fail-if-worse needs --baseline, the file of an earlier run")
     policy: Policy | None
     if named is not None:
         policy = parse_policy({"extends": named, "name": named})
     elif source is None and not Path("policy.toml").exists():
-        policy = Policy(levels=dict.fromkeys(RULES, "off")) if worse else None  # only the comparison counts
+        # only the comparison counts
+        policy = Policy(levels=dict.fromkeys(RULES, "off")) if worse else None
     else:
         policy = load_policy(source := source or Path("policy.toml"))
     if worse and policy is not None:
-        allowed = allowed if allowed is not None else policy.max_worsening if policy.max_worsening is not None else 0.1
-        policy = replace(policy, max_worsening=allowed, levels={**policy.levels, "max_worsening": "error"})
-    unused = f"--baseline {given['baseline']} has no effect; add --fail-if-worse, or max_worsening to the policy"
+        allowed = (
+            allowed
+            if allowed is not None
+            else policy.max_worsening
+            if policy.max_worsening is not None
+            else 0.1
+        )
+        policy = replace(
+            policy, max_worsening=allowed, levels={**policy.levels, "max_worsening": "error"}
+        )
     compares = policy is not None and policy.max_worsening is not None
-    require(given["baseline"] is None or compares, unused)
+    if given["baseline"] is not None and not compares:
+        raise ValueError(
+            f"--baseline {given['baseline']} has no effect; add --fail-if-worse, or max_worsening "
+            "to the policy"
+        )
     return policy, source
 
 
 def _judge(
     runs: Sequence[Path], given: dict[str, Any], policy: Policy | None
 ) -> tuple[Policy, list[tuple[SavedRun, list[Verdict]]]]:
-    """The policy, and each run, with everything that was released besides, and the verdicts on it."""
+    """The policy, and each run, with everything that was released besides, and the verdicts on
+    it.
+    """
     released, baseline = given["released"], given["baseline"]
     paths = [path.resolve() for path in (*runs, *released, baseline) if path is not None]
-    require(len(set(paths)) == len(paths), "a run file is named twice; name each once")
-    several = f'the policy does not say how {len(runs)} runs count together; add aggregate = "pessimistic", or give one'
-    require(len(runs) == 1 or (policy is not None and policy.aggregate is not None), several)
-    require(not released or baseline is None, "--baseline compares single releases; leave out --released or --baseline")
+    if len(set(paths)) != len(paths):
+        raise ValueError("a run file is named twice; name each once")
+    if not (len(runs) == 1 or (policy is not None and policy.aggregate is not None)):
+        raise ValueError(
+            f"the policy does not say how {len(runs)} runs count together; add aggregate = "
+            '"pessimistic", or give one'
+        )
+    if released and baseline is not None:
+        raise ValueError("--baseline compares single releases; leave out --released or --baseline")
     loaded, others = {str(path): load(path) for path in runs}, [load(path) for path in released]
     check_same_recipe(loaded)
     before = None if baseline is None else load(baseline)
@@ -173,7 +273,12 @@ def _judge(
 
 def _write_list(path: Path, judged: list[tuple[SavedRun, list[Verdict]]]) -> None:
     """One line for each rule that is not kept and example, over all runs."""
-    broken = [(verdict.rule, run.ids[verdict.rows]) for run, own in judged for verdict in own if not verdict.passed]
+    broken = [
+        (verdict.rule, run.ids[verdict.rows])
+        for run, own in judged
+        for verdict in own
+        if not verdict.passed
+    ]
     ids = np.concatenate([judged[0][0].ids[:0], *(own for _, own in broken)])
     write_csv(path, {"rule": [rule for rule, own in broken for _ in own], "id": ids})
 

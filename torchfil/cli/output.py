@@ -1,4 +1,6 @@
-"""What every command shares: quiet and JSON output, tables, progress bars, and errors in one line."""
+"""What every command shares: quiet and JSON output, tables, progress bars, and errors in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,6 @@ from typing import Any, TypeVar
 import click
 from tqdm import tqdm
 
-from torchfil.utils.errors import require
 from torchfil.utils.text import aligned, json_ready, visible
 
 FAILED, BAD_INPUT = 1, 2
@@ -29,8 +30,10 @@ def check_places(read: Iterable[Path], written: Mapping[str, Path | None]) -> No
         if path is None:
             continue
         for other in taken:
-            same = path.resolve() == other.resolve() or (path.exists() and other.exists() and path.samefile(other))
-            require(not same, f"{option} {path} would overwrite {other}; name another place")
+            if path.resolve() == other.resolve() or (
+                path.exists() and other.exists() and path.samefile(other)
+            ):
+                raise ValueError(f"{option} {path} would overwrite {other}; name another place")
         taken.append(path)
 
 
@@ -51,9 +54,15 @@ class OneLineGroup(click.Group):
             error.show()
             code = BAD_INPUT
         except click.ClickException as error:
-            where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "torchfil"
+            where = (
+                error.ctx.command_path
+                if isinstance(error, click.UsageError) and error.ctx
+                else "torchfil"
+            )
             hint = f" (see {where} --help)" if isinstance(error, click.UsageError) else ""
-            click.echo(printed(f"{where}: {' '.join(error.format_message().split())}{hint}"), err=True)
+            click.echo(
+                printed(f"{where}: {' '.join(error.format_message().split())}{hint}"), err=True
+            )
             code = error.exit_code
         except (click.Abort, KeyboardInterrupt):
             click.echo("torchfil: stopped", err=True)
@@ -90,16 +99,21 @@ class Output:
 def printed(text: str) -> str:
     """The text as a terminal may show it.
 
-    GitHub's runner would read a line that begins with :: as a command, and ##[…] wherever it stands.
+    GitHub's runner would read a line that begins with :: as a command, and ##[…] wherever it
+    stands.
     """
     return re.sub(r"(?m)^(\s*):(?=:)", r"\1: ", visible(text, keep="\n").replace("##[", "# #["))
 
 
 def with_output(command: Callable[..., object]) -> Callable[..., object]:
-    """Give a command the options --quiet and --json, and turn what the user did wrong into one line."""
+    """Give a command the options --quiet and --json, and turn what the user did wrong into one
+    line.
+    """
 
     @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-    @click.option("-q", "--quiet", is_flag=True, help="Print the result only; no progress, no explanations.")
+    @click.option(
+        "-q", "--quiet", is_flag=True, help="Print the result only; no progress, no explanations."
+    )
     @functools.wraps(command)
     def wrapped(*args: object, quiet: bool, as_json: bool, **options: object) -> object:
         try:
@@ -109,29 +123,51 @@ def with_output(command: Callable[..., object]) -> Callable[..., object]:
         except (ValueError, OSError, ImportError, MemoryError) as error:
             raise BadInputError(_message(error)) from error
         except Exception as error:  # not exit code 1, with which a gate says that a rule is broken
-            text = "the input is not as torchfil writes it, or this is a fault of torchfil; please report it"
-            raise BadInputError(f"{type(error).__name__}: {error} ({text})") from error
+            raise BadInputError(
+                f"{type(error).__name__}: {error} (the input is not as torchfil writes it, or "
+                "this is a fault of torchfil; please report it)"
+            ) from error
 
     return wrapped
 
 
 def with_redaction(command: Callable[..., object]) -> Callable[..., object]:
-    """Give a command the options --redacted and --min-group, which means nothing on a page that is not redacted."""
+    """Give a command the options --redacted and --min-group, which means nothing on a page that is
+    not redacted.
+    """
 
-    @click.option("--redacted", is_flag=True, help="Leave out everything about single examples; may be shared.")
-    @click.option("--min-group", type=int, help="Smallest group behind a number, with --redacted (10 if not given).")
+    @click.option(
+        "--redacted",
+        is_flag=True,
+        help="Leave out everything about single examples; may be shared.",
+    )
+    @click.option(
+        "--min-group",
+        type=int,
+        help="Smallest group behind a number, with --redacted (10 if not given).",
+    )
     @functools.wraps(command)
     def wrapped(*args: object, redacted: bool, min_group: int | None, **options: object) -> object:
-        unused = f"--min-group {min_group} has no effect without --redacted; add --redacted, or leave it out"
-        require(redacted or min_group is None, unused)
-        return command(*args, redacted=redacted, min_group=10 if min_group is None else min_group, **options)
+        if not redacted and min_group is not None:
+            raise ValueError(
+                f"--min-group {min_group} has no effect without --redacted; add --redacted, or "
+                "leave it out"
+            )
+        return command(
+            *args, redacted=redacted, min_group=10 if min_group is None else min_group, **options
+        )
 
     return wrapped
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """Columns lined up, the first ``left`` to the left, the others to the right; cells are :func:`visible`."""
-    return "\n".join(aligned([[visible(cell) for cell in line] for line in [names, *rows]], left=range(left)))
+    """Columns lined up, the first ``left`` to the left, the others to the right.
+
+    Cells are :func:`visible`.
+    """
+    return "\n".join(
+        aligned([[visible(cell) for cell in line] for line in [names, *rows]], left=range(left))
+    )
 
 
 def _message(error: BaseException) -> str:

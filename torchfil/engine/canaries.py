@@ -19,7 +19,6 @@ from torchfil.engine.step import Step
 from torchfil.fisher.batch import PrivateBatch
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.operator import Jacobian
-from torchfil.utils.errors import require
 from torchfil.utils.noise import preserve_rng
 
 Collate = Callable[[list[Any]], object]
@@ -39,8 +38,15 @@ class CanaryInputs:
 
     same = False
 
-    def __init__(self, step: Step, inputs: object, targets: object, sizes: Mapping[str, int], rate: float) -> None:
-        self._step, self._batch, self._sizes, self._rate = step, (inputs, targets), dict(sizes), rate
+    def __init__(
+        self, step: Step, inputs: object, targets: object, sizes: Mapping[str, int], rate: float
+    ) -> None:
+        self._step, self._batch, self._sizes, self._rate = (
+            step,
+            (inputs, targets),
+            dict(sizes),
+            rate,
+        )
         self._sum = torch.zeros(())  # Σ_c g̃_c of the current step, [p]
         self._gradients: list[ExampleGradients] = []
 
@@ -53,11 +59,16 @@ class CanaryInputs:
                 total += torch.cat([sums[name].flatten() for name in self._sizes])
 
     def products(self, left: Tensor, limits: Sequence[float]) -> tuple[Tensor, Tensor]:
-        """⟨g̃_c, r − m_c⟩ and ‖g̃_c‖², [m] each, under the masks with which they joined; 0 before the loss is known."""
+        """⟨g̃_c, r − m_c⟩ and ‖g̃_c‖², [m] each, under the masks with which they joined; 0 before
+        the loss is known.
+        """
         half = self._rate / 2  # the chance that a canary joins
         parts = torch.sub(left, self._sum, alpha=half).split(list(self._sizes.values()))
         direction = dict(zip(self._sizes, parts, strict=True))
-        found = [(each.inner_products(direction), each.clipped_norm) for _, each in self._jacobians(limits)]
+        found = [
+            (each.inner_products(direction), each.clipped_norm)
+            for _, each in self._jacobians(limits)
+        ]
         if not found:
             return left.new_zeros((), dtype=torch.float64), left.new_zeros((), dtype=torch.float64)
         inner, norms = (torch.cat(each).double() for each in zip(*found, strict=True))
@@ -85,19 +96,33 @@ def canary_scores(
     """
     rate, device = step.options.sample_rate, step.replica.device
     if rate is None or not optimizer.noise_multiplier > 0:
-        raise ValueError("canaries= needs Poisson sampling with noise: without it ε has no step to audit")
-    sizes = {name: p.numel() for name, p in zip(optimizer.parameter_names, optimizer.params, strict=True)}
+        raise ValueError(
+            "canaries= needs Poisson sampling with noise: without it ε has no step to audit"
+        )
+    sizes = {
+        name: p.numel() for name, p in zip(optimizer.parameter_names, optimizer.params, strict=True)
+    }
     gradients: Gradients = Directions(canaries.count, list(sizes.values()), device)
     if canaries.inputs is not None:
-        single = "canaries that are examples have one row each, and owner_of= gives a person several"
-        require(not step.options.accounting.by_owner, f"{single}: use directions, Canaries({canaries.count})")
-        twice = "inputs= is the run's own data set, whose people would take part twice; give other examples"
-        require(canaries.inputs is not dataset, twice)
-        gradients = CanaryInputs(step, *_batch_of(canaries, collate_fn, step.options.batch_to_inputs), sizes, rate)
+        if step.options.accounting.by_owner:
+            raise ValueError(
+                "canaries that are examples have one row each, and owner_of= gives a person "
+                f"several: use directions, Canaries({canaries.count})"
+            )
+        if canaries.inputs is dataset:
+            raise ValueError(
+                "inputs= is the run's own data set, whose people would take part twice; give "
+                "other examples"
+            )
+        gradients = CanaryInputs(
+            step, *_batch_of(canaries, collate_fn, step.options.batch_to_inputs), sizes, rate
+        )
     return CanaryScores(canaries, gradients, optimizer.noise, rate, device)
 
 
-def _batch_of(canaries: Canaries, collate_fn: Collate, split: BatchToInputs | None) -> tuple[object, object]:
+def _batch_of(
+    canaries: Canaries, collate_fn: Collate, split: BatchToInputs | None
+) -> tuple[object, object]:
     """Inputs and targets of all canaries; the same if a run is resumed."""
     make = canaries.inputs if callable(canaries.inputs) else canaries.inputs.__getitem__
     with preserve_rng(seed=0):
@@ -112,7 +137,14 @@ def _batch_of(canaries: Canaries, collate_fn: Collate, split: BatchToInputs | No
     source = np.random.default_rng(0)
     one_each = isinstance(targets, Tensor) and targets.numel() == canaries.count
     classes, place = (targets if one_each else torch.zeros(1)).unique(return_inverse=True)
-    labelled = "mislabelled canaries need one class label for each example, of at least two classes"
-    require(2 <= len(classes) < canaries.count, f"{labelled}; pass a function that makes the examples")
-    others = torch.from_numpy(source.integers(1, len(classes), canaries.count)).to(place.device).view_as(place)
+    if not 2 <= len(classes) < canaries.count:
+        raise ValueError(
+            "mislabelled canaries need one class label for each example, of at least two classes; "
+            "pass a function that makes the examples"
+        )
+    others = (
+        torch.from_numpy(source.integers(1, len(classes), canaries.count))
+        .to(place.device)
+        .view_as(place)
+    )
     return inputs, classes[(place + others) % len(classes)]

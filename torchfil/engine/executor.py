@@ -1,7 +1,8 @@
 """What a pass over a batch should compute, and which pass serves it.
 
-It is a recorded one if a trial shows that it fits, otherwise one mapped over examples. On a GPU, recorded passes are
-CUDA graphs. Passes that run out of memory are repeated in pieces of half the size.
+It is a recorded one if a trial shows that it fits, otherwise one mapped over examples. On a GPU,
+recorded passes are CUDA graphs. Passes that run out of memory are repeated in pieces of half the
+size.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.masks import RandomWatch
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.operator import Jacobian
-from torchfil.fisher.recording import Plan, RecordedForward, RecordedJacobian, UnsupportedCallError, forward_pass, plan
+from torchfil.fisher.recording import (
+    Plan,
+    RecordedForward,
+    RecordedJacobian,
+    UnsupportedCallError,
+    forward_pass,
+    plan,
+)
 from torchfil.fisher.recording.graphs import CapturedPass, release_memory, signature
 from torchfil.private import Examples
 from torchfil.utils.errors import ran_out
@@ -37,7 +45,8 @@ from torchfil.utils.trees import concatenated, flattened, form_of, map_tensors, 
 logger = logging.getLogger(__name__)
 
 Passes = Sequence[tuple[int, int]]  # over one batch: examples at once, and bytes per example
-Places = tuple[tuple[str, tuple[int | None, ...]], ...]  # by question: the alternative of each answer; None: absent
+# by question: the alternative of each answer; None: absent
+Places = tuple[tuple[str, tuple[int | None, ...]], ...]
 Half = RecordedForward | StartedGraph | None  # a forward pass that the loop has run
 
 _MOST_PLANS = 256
@@ -48,7 +57,8 @@ _USES_BEFORE_CAPTURING = 3  # of further ones
 _MOST_ASKED = 256
 _ROWS_TO_TRY = 64  # of an owner
 _MORE_WHEN_MAPPED = 4  # times the memory of a recorded pass
-_DEVIATIONS = (-1, -0.4, 0.2, 0.8, 1.6)  # of a Poisson draw's size from its mean, in standard deviations
+# of a Poisson draw's size from its mean, in standard deviations
+_DEVIATIONS = (-1, -0.4, 0.2, 0.8, 1.6)
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,8 @@ class StepValues:
         clipped_norm: ‖g̃‖, [batch].
         sums: Σ_i g̃_i by parameter name; empty if not wanted.
         additions: What the ledger adds, by name, [batch, …] each; None if the step is not measured.
-        output_gradients: ∂ℓ_i/∂output_i, for every tensor of the model's output; None if the pass has none.
+        output_gradients: ∂ℓ_i/∂output_i, for every tensor of the model's output; None if the pass
+            has none.
     """
 
     losses: Tensor | None
@@ -72,15 +83,22 @@ class StepValues:
     output_gradients: tuple[Tensor, ...] | None = None
 
     def kept(self, *, sums: bool) -> StepValues:
-        """A copy that later passes do not overwrite; ``sums`` says whether the sums are copied, too."""
+        """A copy that later passes do not overwrite; ``sums`` says whether the sums are copied,
+        too.
+        """
         copied = map_tensors(Tensor.clone, {**vars(self), "sums": self.sums if sums else None})
         return StepValues(**copied if sums else {**copied, "sums": self.sums})
 
     def measured_anew(self, rows: Tensor, additions: dict[str, Tensor]) -> StepValues:
-        """The same, with the additions of these rows replaced by a later measurement, [rows, …] each."""
+        """The same, with the additions of these rows replaced by a later measurement, [rows, …]
+        each.
+        """
         before = self.additions or {}
         size = len(self.norm)
-        parts = {name: before.get(name, value.new_zeros(size, *value.shape[1:])) for name, value in additions.items()}
+        parts = {
+            name: before.get(name, value.new_zeros(size, *value.shape[1:]))
+            for name, value in additions.items()
+        }
         added = {name: part.index_copy(0, rows, additions[name]) for name, part in parts.items()}
         return replace(self, additions={**before, **added})
 
@@ -100,8 +118,8 @@ class Wanted:
         seeds: The seeds of the probes; none: the step is not measured.
         rate: π, the probability that such a step is measured.
         summed: Whether the clipped sum is wanted.
-        questions: For each question, which of the examples' alternatives (:func:`with_alternatives`) are
-            its answers.
+        questions: For each question, which of the examples' alternatives
+            (:func:`with_alternatives`) are its answers.
     """
 
     track: tuple[Track, ...]
@@ -114,7 +132,14 @@ class Wanted:
     @property
     def kind(self) -> Hashable:
         """Everything that a captured pass depends on."""
-        return self.track, self.estimator, len(self.seeds), self.rate < 1, self.summed, self.questions
+        return (
+            self.track,
+            self.estimator,
+            len(self.seeds),
+            self.rate < 1,
+            self.summed,
+            self.questions,
+        )
 
 
 class Executor:
@@ -125,22 +150,32 @@ class Executor:
         expected_batch: The mean batch size.
         max_memory: For temporary tensors, in bytes.
         cuda_graphs: Whether to capture recorded passes on a GPU.
-        recorded: Whether recorded passes may be used; not if each parameter's gradient is clipped separately.
+        recorded: Whether recorded passes may be used; not if each parameter's gradient is clipped
+            separately.
     """
 
     def __init__(
-        self, replica: Replica, expected_batch: int, max_memory: int, *, cuda_graphs: bool, recorded: bool = True
+        self,
+        replica: Replica,
+        expected_batch: int,
+        max_memory: int,
+        *,
+        cuda_graphs: bool,
+        recorded: bool = True,
     ) -> None:
         self.replica = replica
-        self.memory_limit = max_memory  # bytes that a pass may hold; fewer once a pass has run out of memory
+        # bytes that a pass may hold; fewer once a pass has run out of memory
+        self.memory_limit = max_memory
         self._warned = False
         self._expected_batch = expected_batch
         self._graphs_wanted, self._recorded_wanted = cuda_graphs, recorded
         self._graphs: CapturedPasses | None = None
-        self._graphs_of_few: CapturedPasses | None = None  # separate memory: both results are in use together
+        # separate memory: both results are in use together
+        self._graphs_of_few: CapturedPasses | None = None
         self._graphs_made_at = replica.changes
         self._plans: dict[Hashable, Plan] = {}
-        self._fitting: dict[Hashable, dict[int, Plan]] = {}  # by all except lengths, then by coordinates
+        # by all except lengths, then by coordinates
+        self._fitting: dict[Hashable, dict[int, Plan]] = {}
         self._not_recorded_live: set[Hashable] = set()
 
     def known(self, gradients: ExampleGradients) -> Plan | None:
@@ -157,21 +192,32 @@ class Executor:
         if key in self._plans:
             return _of_rows(self._plans[key], rows)
         public = gradients.examples.public
-        kinds = tuple((leaf.ndim, leaf.dtype) for leaf in tensors_of(public))  # equal if only lengths differ
+        # equal if only lengths differ
+        kinds = tuple((leaf.ndim, leaf.dtype) for leaf in tensors_of(public))
         fitting = self._fitting.setdefault((kinds, form_of(public), *key[1:]), {})
-        if len(fitting) >= _LENGTHS_TO_TRY and min(fitting) < gradients.num_coordinates // rows < max(fitting):
+        if len(fitting) >= _LENGTHS_TO_TRY and min(
+            fitting
+        ) < gradients.num_coordinates // rows < max(fitting):
             self._plans[key] = fitting[max(fitting)]  # the one with the most memory
             return _of_rows(self._plans[key], rows)
 
         # the trial, whose memory is kept by row
-        if rows > _ROWS_TO_TRY and not gradients.examples.masks:  # so many show how the rest behaves
-            gradients = replace(gradients, examples=next(gradients.examples.by_place.in_rows(_ROWS_TO_TRY)))
+        # so many show how the rest behaves
+        if rows > _ROWS_TO_TRY and not gradients.examples.masks:
+            gradients = replace(
+                gradients, examples=next(gradients.examples.by_place.in_rows(_ROWS_TO_TRY))
+            )
         tried = gradients.examples.num_rows
-        constants = gradients.own_constants()  # with copies of buffers, which show what a pass writes into
+        # with copies of buffers, which show what a pass writes into
+        constants = gradients.own_constants()
         found = plan(replace(gradients, constants=constants))
         self.replica.learn_written(constants)
         if not self._recorded_wanted:
-            found = Plan("clipping='per_layer' needs the norm of each parameter's gradient", 0, facts=found.facts)
+            found = Plan(
+                "clipping='per_layer' needs the norm of each parameter's gradient",
+                0,
+                facts=found.facts,
+            )
         found = replace(found, bytes_per_example=-(-found.bytes_per_example // tried))
         if len(gradients) > 1:  # one example cannot show whether examples mix
             if len(self._plans) >= _MOST_PLANS:
@@ -195,8 +241,9 @@ class Executor:
     ) -> StepValues:
         """The wanted values for a batch of at least one example; the next pass may overwrite them.
 
-        If a pass runs out of memory, it is repeated with half as many examples at once. It leaves nothing behind: no
-        number and no entry in the ledger. Its seeds determine its probes, so the numbers are the same up to rounding.
+        If a pass runs out of memory, it is repeated with half as many examples at once. It leaves
+        nothing behind: no number and no entry in the ledger. Its seeds determine its probes, so the
+        numbers are the same up to rounding.
 
         Args:
             gradients: The examples with their model.
@@ -204,19 +251,30 @@ class Executor:
             mechanism: How their gradients are released.
             wanted: What to compute.
             forward: The loop's own forward pass over these examples, which is used up.
-            few: Whether these are a fixed number of examples from the batch that was run just before.
+            few: Whether these are a fixed number of examples from the batch that was run just
+                before.
 
         Raises:
             torch.OutOfMemoryError: Not even one example fits; the limit stays as it was.
         """
         rows = gradients.examples.num_rows
         if self._exceeds(gradients.examples, tried):
-            at_once = max(1, self.memory_limit // (_MORE_WHEN_MAPPED * (tried.bytes_per_example // rows)))
-            gradients = replace(gradients, examples=gradients.examples.by_place, rows_at_once=at_once)
-            tried, forward = Plan("an owner's rows do not fit into memory together", 0, facts=tried.facts), None
+            at_once = max(
+                1, self.memory_limit // (_MORE_WHEN_MAPPED * (tried.bytes_per_example // rows))
+            )
+            gradients = replace(
+                gradients, examples=gradients.examples.by_place, rows_at_once=at_once
+            )
+            tried, forward = (
+                Plan("an owner's rows do not fit into memory together", 0, facts=tried.facts),
+                None,
+            )
         if wanted.questions:  # an alternative has a pass in addition to the examples' own
             tried = replace(tried, bytes_per_example=2 * tried.bytes_per_example)
-        batch, before = PrivateBatch(replace(gradients, facts=tried.facts), mechanism, tried), self.memory_limit
+        batch, before = (
+            PrivateBatch(replace(gradients, facts=tried.facts), mechanism, tried),
+            self.memory_limit,
+        )
         while True:
             try:
                 return self._evaluated(batch, tried, wanted, forward, few=few)
@@ -225,14 +283,21 @@ class Executor:
                     raise
                 reason = str(error)
             forward = None  # a second attempt must not keep its tensors in memory
-            # only here is the error gone, whose traceback held everything that the pass had allocated
+            # only here is the error gone, whose traceback held everything that the pass had
+            # allocated
             if not self._halve_memory(batch, wanted, reason):
                 self.memory_limit = before
-                what = f"the pass over one example ran out of memory ({_shortened(reason)}). This step was not taken"
-                raise torch.OutOfMemoryError(f"{what}: track less (track=()), or use fewer probes (num_probes=).")
+                raise torch.OutOfMemoryError(
+                    f"the pass over one example ran out of memory ({_shortened(reason)}). This "
+                    "step was not taken: track less (track=()), or use fewer probes "
+                    "(num_probes=)."
+                )
 
     def _halve_memory(self, batch: PrivateBatch, wanted: Wanted, reason: str) -> bool:
-        """Let a pass hold half as much as the one that ran out of memory; False if it held only one example."""
+        """Let a pass hold half as much as the one that ran out of memory.
+
+        False if it held only one example.
+        """
         held = _passes_within(self.memory_limit, batch, wanted)
         limit = min(self.memory_limit, max(examples * size for examples, size in held)) // 2
         pieces = _passes_within(limit, batch, wanted)
@@ -245,12 +310,23 @@ class Executor:
         was, now = (max(examples for examples, _ in passes) for passes in (held, pieces))
         if not self._warned:
             self._warned = True
-            what = f"a pass over {was} examples ran out of memory ({_shortened(reason)}), and is repeated with {now}"
-            warnings.warn(f"{what}, with the same numbers; start with Execution(max_memory={limit})", stacklevel=2)
+            what = (
+                f"a pass over {was} examples ran out of memory ({_shortened(reason)}), and is "
+                f"repeated with {now}"
+            )
+            warnings.warn(
+                f"{what}, with the same numbers; start with Execution(max_memory={limit})",
+                stacklevel=2,
+            )
         return True
 
-    def _evaluated(self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half, *, few: bool) -> StepValues:
-        """By a recorded pass as far as one serves; other estimators use their own products with each J."""
+    def _evaluated(
+        self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half, *, few: bool
+    ) -> StepValues:
+        """By a recorded pass as far as one serves.
+
+        Other estimators use their own products with each J.
+        """
         one_pass = wanted.estimator != EXACT
         recorded = wanted if one_pass or not wanted.seeds else replace(wanted, seeds=())
         if tried.reason is not None or (recorded is not wanted and not wanted.summed):
@@ -262,7 +338,8 @@ class Executor:
                 seeds = recorded.seeds
                 draws = Draws(seeds, 1, batch.probes_at_once(len(seeds), self.memory_limit))
                 values = values_of(batch, chunks, recorded, draws, wanted.rate)
-        except UnsupportedCallError as error:  # of a batch that is not as the trial's: from now on, map over such ones
+        except UnsupportedCallError as error:
+            # of a batch that is not as the trial's: from now on, map over such ones
             found = Plan(str(error), 0, facts=tried.facts)
             self._plans[self._key(batch.gradients)] = found
             _log_plan(found, batch.gradients.autocast)
@@ -276,11 +353,14 @@ class Executor:
     def _from_graph(
         self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half, *, few: bool
     ) -> StepValues | None:
-        """By a CUDA graph; None if there is none for the batch, or if the loop's own pass has to be completed."""
+        """By a CUDA graph; None if there is none for the batch, or if the loop's own pass has to be
+        completed.
+        """
         if isinstance(forward, RecordedForward) or not self._uses_graphs(batch.gradients.examples):
             return None
         room, graphs = self._room(tried), self._captured_passes()
-        if few:  # graphs over this many examples keep a GPU busy only if all probes are processed at once
+        # graphs over this many examples keep a GPU busy only if all probes are processed at once
+        if few:
             if self._graphs_of_few is None:
                 count = max(1, len(batch.gradients))
                 at_once = max(1, min(len(wanted.seeds), room // count))
@@ -291,7 +371,9 @@ class Executor:
     def _recorded_chunks(
         self, batch: PrivateBatch, forward: Half, *, measured: bool
     ) -> Iterable[tuple[slice, Jacobian]]:
-        """The batch as recorded Jacobians: the loop's own forward pass completed, one pass over all, or pieces."""
+        """The batch as recorded Jacobians: the loop's own forward pass completed, one pass over
+        all, or pieces.
+        """
         gradients = batch.gradients
         if isinstance(forward, RecordedForward):
             live = replace(gradients, model=self.replica.live)
@@ -306,19 +388,37 @@ class Executor:
         """With gradients mapped over examples, in chunks."""
         columns, vectors = batch.working_vectors(wanted.estimator, self.memory_limit)
         batch, draws = replace(batch, plan=None), Draws(wanted.seeds, columns)
-        return values_of(batch, batch.chunks(self.memory_limit, vectors), wanted, draws, wanted.rate)
+        return values_of(
+            batch, batch.chunks(self.memory_limit, vectors), wanted, draws, wanted.rate
+        )
 
     def begin_live(self, gradients: ExampleGradients) -> RecordedForward | None:
-        """The forward half of a recorded pass of the live model; None if it could not be completed to a whole pass."""
+        """The forward half of a recorded pass of the live model.
+
+        None if it could not be completed to a whole pass.
+        """
         key, examples = self._key(gradients), gradients.examples
         tried = self.known(gradients) if len(examples) else None
-        if tried is None or tried.reason is not None or self.replica.written or key in self._not_recorded_live:
+        if (
+            tried is None
+            or tried.reason is not None
+            or self.replica.written
+            or key in self._not_recorded_live
+        ):
             return None
-        if self._uses_graphs(examples) or len(examples) > self._room(tried) or self._exceeds(examples, tried):
+        if (
+            self._uses_graphs(examples)
+            or len(examples) > self._room(tried)
+            or self._exceeds(examples, tried)
+        ):
             return None
         drawn = RandomWatch(self.replica.device)
         try:
-            return forward_pass(replace(gradients, facts=tried.facts), examples.z.detach().requires_grad_(), once=True)
+            return forward_pass(
+                replace(gradients, facts=tried.facts),
+                examples.z.detach().requires_grad_(),
+                once=True,
+            )
         except UnsupportedCallError:
             self._not_recorded_live.add(key)
         except RuntimeError as error:
@@ -328,14 +428,24 @@ class Executor:
         return None
 
     def begin_graph(self, gradients: ExampleGradients) -> StartedGraph | None:
-        """The forward half of a CUDA graph over the examples, with their masks; None if there is no such graph."""
+        """The forward half of a CUDA graph over the examples, with their masks.
+
+        None if there is no such graph.
+        """
         tried, examples = self.known(gradients) if len(gradients) else None, gradients.examples
-        if tried is None or not tried.fits or not self._uses_graphs(examples) or self._exceeds(examples, tried):
+        if (
+            tried is None
+            or not tried.fits
+            or not self._uses_graphs(examples)
+            or self._exceeds(examples, tried)
+        ):
             return None
         return self._captured_passes().begin(gradients, self._room(tried), self.replica.key)
 
     def runs_in_pieces(self, count: int, tried: Plan) -> bool:
-        """Whether a batch is mapped over or cut into chunks, so that the forward pass runs more than once."""
+        """Whether a batch is mapped over or cut into chunks, so that the forward pass runs more
+        than once.
+        """
         return not tried.fits or count > self._room(tried)
 
     def _captured_passes(self) -> CapturedPasses:
@@ -348,10 +458,14 @@ class Executor:
         return self._graphs
 
     def _uses_graphs(self, examples: Examples) -> bool:
-        """Whether passes over such examples are captured; not if buffers are written, because their copies move."""
+        """Whether passes over such examples are captured.
+
+        Not if buffers are written, because their copies move.
+        """
         if not self._graphs_wanted or examples.z.device.type != "cuda" or self.replica.written:
             return False
-        if any(tensor.device != examples.z.device for tensor in examples.tensors):  # a graph would not read it again
+        # a graph would not read it again
+        if any(tensor.device != examples.z.device for tensor in examples.tensors):
             return False
         return self._captured_passes().works
 
@@ -360,11 +474,23 @@ class Executor:
         return max(1, self.memory_limit // max(1, tried.bytes_per_example))
 
     def _exceeds(self, examples: Examples, tried: Plan) -> bool:
-        """Whether the rows of one owner do not fit together; masks cannot be cut, so they are not asked to."""
-        return examples.num_rows > 1 and tried.bytes_per_example > self.memory_limit and not examples.masks
+        """Whether the rows of one owner do not fit together.
+
+        Masks cannot be cut, so they are not asked to.
+        """
+        return (
+            examples.num_rows > 1
+            and tried.bytes_per_example > self.memory_limit
+            and not examples.masks
+        )
 
     def _key(self, gradients: ExampleGradients) -> tuple[Hashable, ...]:
-        return gradients.examples.kind, self.replica.key, tuple(gradients.parameters), gradients.autocast
+        return (
+            gradients.examples.kind,
+            self.replica.key,
+            tuple(gradients.parameters),
+            gradients.autocast,
+        )
 
 
 def _of_rows(found: Plan, rows: int) -> Plan:
@@ -380,13 +506,17 @@ def values_of(
     rate: float | Tensor,
     mask: Tensor | None = None,
 ) -> StepValues:
-    """The wanted values, chunk by chunk; ``mask`` (1 or 0, [batch]) says which examples count in the sum."""
+    """The wanted values, chunk by chunk; ``mask`` (1 or 0, [batch]) says which examples count in
+    the sum.
+    """
     needs = needs_of(wanted.track)
 
     def of_chunk(rows: slice, jacobian: Jacobian) -> StepValues:
         added = None
         if wanted.seeds:
-            found = batch.measured(jacobian, needs.quantities, wanted.estimator, draws, needs.susceptibility)
+            found = batch.measured(
+                jacobian, needs.quantities, wanted.estimator, draws, needs.susceptibility
+            )
             added = additions(found, rate, skipping=wanted.rate < 1, track=wanted.track)
         if wanted.questions:
             added = (added or {}) | _divergences(batch, jacobian, wanted, rate)
@@ -394,21 +524,30 @@ def values_of(
         norms = jacobian.norm, jacobian.clipped_norm
         return StepValues(jacobian.losses, *norms, sums, added, jacobian.output_gradients)
 
-    return joined(itertools.starmap(of_chunk, chunks))  # a loop would keep each Jacobian until the next is made
+    # a loop would keep each Jacobian until the next is made
+    return joined(itertools.starmap(of_chunk, chunks))
 
 
-def _divergences(batch: PrivateBatch, jacobian: Jacobian, wanted: Wanted, rate: float | Tensor) -> dict[str, Tensor]:
+def _divergences(
+    batch: PrivateBatch, jacobian: Jacobian, wanted: Wanted, rate: float | Tensor
+) -> dict[str, Tensor]:
     """What the ledger adds for the questions; for "absent", the gradients' norms are enough."""
     examples, mechanism = jacobian.gradients.examples, batch.mechanism
-    gradients = replace(jacobian.gradients, model=batch.gradients.model)  # the copy, whose passes nobody counts
+    # the copy, whose passes nobody counts
+    gradients = replace(jacobian.gradients, model=batch.gradients.model)
 
     weights = examples.clip_weights
-    by_alternative = [jacobian.products_with(replace(gradients, examples=other)) for other in examples.alternatives]
+    by_alternative = [
+        jacobian.products_with(replace(gradients, examples=other))
+        for other in examples.alternatives
+    ]
     added: dict[str, Tensor] = {}
     for name, places in wanted.questions:
         products = [jacobian.products_alone() if k is None else by_alternative[k] for k in places]
         columns = torch.stack([mechanism.divergence(each, weights) for each in products], dim=1)
-        added |= Divergence(name, QuestionSpec(("",) * len(places))).added(columns, rate, skipping=wanted.rate < 1)
+        added |= Divergence(name, QuestionSpec(("",) * len(places))).added(
+            columns, rate, skipping=wanted.rate < 1
+        )
     return added
 
 
@@ -428,8 +567,12 @@ def joined(parts: Iterable[StepValues]) -> StepValues:
         return replace(part, sums={})
 
     found = list(map(take, parts))  # a loop would keep each part's sums during the next pass
-    names = list(found[0].additions or ())  # a mapped pass has them in another order than a recorded one
-    added = [None if part.additions is None else {name: part.additions[name] for name in names} for part in found]
+    # a mapped pass has them in another order than a recorded one
+    names = list(found[0].additions or ())
+    added = [
+        None if part.additions is None else {name: part.additions[name] for name in names}
+        for part in found
+    ]
     found = [replace(part, additions=each) for part, each in zip(found, added, strict=True)]
     if any(part.output_gradients is None for part in found):
         found = [replace(part, output_gradients=None) for part in found]
@@ -439,8 +582,8 @@ def joined(parts: Iterable[StepValues]) -> StepValues:
 class CapturedPasses:
     """Runs batches through recorded passes that are CUDA graphs.
 
-    A graph needs fixed shapes: a batch is padded with copies of its first example to one of a few sizes around the
-    expected one (:meth:`size_for`), and the copies are masked out of the sum.
+    A graph needs fixed shapes: a batch is padded with copies of its first example to one of a few
+    sizes around the expected one (:meth:`size_for`), and the copies are masked out of the sum.
 
     Args:
         expected_batch: The mean batch size.
@@ -451,14 +594,19 @@ class CapturedPasses:
         works: False once capturing has failed.
     """
 
-    def __init__(self, expected_batch: int, *, probes_at_once: int = 1, varies: bool = True) -> None:
+    def __init__(
+        self, expected_batch: int, *, probes_at_once: int = 1, varies: bool = True
+    ) -> None:
         usual = {math.ceil(expected_batch + k * expected_batch**0.5) for k in _DEVIATIONS}
-        self._sizes = sorted({*usual, -(-expected_batch // 2)} - {0} if varies else {expected_batch})
+        self._sizes = sorted(
+            {*usual, -(-expected_batch // 2)} - {0} if varies else {expected_batch}
+        )
         self._step = max(1, expected_batch // 8)
         self.probes_at_once = probes_at_once
         self.works = True
         self._captured: dict[tuple[Hashable, int], _Captured] = {}  # by kind and size
-        self._pool: Any = None  # all graphs share one memory, because they are replayed one after the other
+        # all graphs share one memory, because they are replayed one after the other
+        self._pool: Any = None
         self._replays = 0
         self._loaded: set[Hashable] = set()  # kinds whose kernels a warm-up has loaded
         self._asked: Counter[tuple[Hashable, int]] = Counter()
@@ -466,15 +614,17 @@ class CapturedPasses:
     def size_for(self, count: int, room: int) -> int:
         """The size that a batch of ``count`` examples, at most ``room``, is padded to.
 
-        Few sizes mean few graphs, which are all captured early. The expected batch b, of Poisson draws, gives b/2
-        and five sizes from b − √b to b + 1.6 √b, which leave 5 % of a pass to padding at b = 32 and 3 % at b = 128; a
-        larger batch has a multiple of b/8.
+        Few sizes mean few graphs, which are all captured early. The expected batch b, of Poisson
+        draws, gives b/2 and five sizes from b − √b to b + 1.6 √b, which leave 5 % of a pass to
+        padding at b = 32 and 3 % at b = 128; a larger batch has a multiple of b/8.
         """
         usual = [size for size in self._sizes if count <= size <= room]
         return usual[0] if usual else min(room, -(-count // self._step) * self._step)
 
     def begin(self, gradients: ExampleGradients, room: int, mode: Hashable) -> StartedGraph | None:
-        """Replay the forward half of an existing graph for such examples; None: there is no such graph.
+        """Replay the forward half of an existing graph for such examples.
+
+        None: there is no such graph.
 
         Args:
             gradients: The examples, with their masks.
@@ -492,9 +642,16 @@ class CapturedPasses:
         return None
 
     def run(
-        self, batch: PrivateBatch, wanted: Wanted, room: int, mode: Hashable, begun: StartedGraph | None = None
+        self,
+        batch: PrivateBatch,
+        wanted: Wanted,
+        room: int,
+        mode: Hashable,
+        begun: StartedGraph | None = None,
     ) -> StepValues | None:
-        """The pass over a batch; None if it cannot be captured, or not yet. The next pass overwrites the result.
+        """The pass over a batch.
+
+        None if it cannot be captured, or not yet. The next pass overwrites the result.
 
         A batch that is too large for one graph is run in pieces of equal size.
 
@@ -521,7 +678,12 @@ class CapturedPasses:
         return total
 
     def _run(
-        self, batch: PrivateBatch, wanted: Wanted, size: int, mode: Hashable, begun: StartedGraph | None = None
+        self,
+        batch: PrivateBatch,
+        wanted: Wanted,
+        size: int,
+        mode: Hashable,
+        begun: StartedGraph | None = None,
     ) -> StepValues | None:
         kind = (signature(batch.gradients), mode, wanted.kind, batch.mechanism)
         if not self.works or self._comes_too_rarely(kind, size):
@@ -533,14 +695,24 @@ class CapturedPasses:
             captured = self._captured.pop((kind, size), None)
             if captured is None:
                 cold = kind not in self._loaded
-                captured = _Captured(batch, size, wanted, self._pool, probes_at_once=self.probes_at_once, warm_up=cold)
+                captured = _Captured(
+                    batch,
+                    size,
+                    wanted,
+                    self._pool,
+                    probes_at_once=self.probes_at_once,
+                    warm_up=cold,
+                )
             self._captured[kind, size] = captured  # the latest comes last
-            if len(self._captured) > _MOST_GRAPHS:  # each value of noise or threshold needs its own graph
+            # each value of noise or threshold needs its own graph
+            if len(self._captured) > _MOST_GRAPHS:
                 del self._captured[next(iter(self._captured))]
         except RuntimeError as error:
             captured, problem = None, str(error)
         if captured is None:  # outside the handler, because its error holds the pass's tensors
-            return self._after_failure(batch, wanted, size, mode, problem, warmed_up=kind not in self._loaded)
+            return self._after_failure(
+                batch, wanted, size, mode, problem, warmed_up=kind not in self._loaded
+            )
         self._loaded.add(kind)
 
         # The loop's forward pass is valid only if no other graph has overwritten its results.
@@ -549,31 +721,47 @@ class CapturedPasses:
         return captured.replay(batch.gradients.examples, wanted, begun=ready)
 
     def _after_failure(
-        self, batch: PrivateBatch, wanted: Wanted, size: int, mode: Hashable, problem: str, *, warmed_up: bool
+        self,
+        batch: PrivateBatch,
+        wanted: Wanted,
+        size: int,
+        mode: Hashable,
+        problem: str,
+        *,
+        warmed_up: bool,
     ) -> StepValues | None:
-        """Capture once more, with a warm-up; None if that was tried. The graphs' common memory may be damaged."""
+        """Capture once more, with a warm-up.
+
+        None if that was tried. The graphs' common memory may be damaged.
+        """
         self._captured.clear()
         self._loaded.clear()
         self._pool = None
         release_memory()
         if not warmed_up:
             return self._run(batch, wanted, size, mode)
-        logger.warning("the step could not be captured in a CUDA graph and runs eagerly: %s", problem)
+        logger.warning(
+            "the step could not be captured in a CUDA graph and runs eagerly: %s", problem
+        )
         self.works = False
         return None
 
     def _comes_too_rarely(self, kind: Hashable, size: int) -> bool:
-        """Whether another graph is not worth capturing yet: one of many lengths, or for a noise that changes."""
+        """Whether another graph is not worth capturing yet: one of many lengths, or for a noise
+        that changes.
+        """
         if (kind, size) in self._captured or len(self._captured) < _GRAPHS_AT_ONCE:
             return False
-        if len(self._asked) >= _MOST_ASKED:  # a noise that changes at each step would need new graphs forever
+        # a noise that changes at each step would need new graphs forever
+        if len(self._asked) >= _MOST_ASKED:
             self._asked.clear()
         self._asked[kind, size] += 1
         return self._asked[kind, size] < _USES_BEFORE_CAPTURING
 
 
 class _Captured:
-    """One pass of fixed size as CUDA graphs, with the inputs that it reads: probes' bits, batch size and rate.
+    """One pass of fixed size as CUDA graphs, with the inputs that it reads: probes' bits, batch
+    size and rate.
 
     Attributes:
         size: How many examples it takes.
@@ -581,22 +769,42 @@ class _Captured:
     """
 
     def __init__(
-        self, batch: PrivateBatch, size: int, wanted: Wanted, pool: object, *, probes_at_once: int, warm_up: bool
+        self,
+        batch: PrivateBatch,
+        size: int,
+        wanted: Wanted,
+        pool: object,
+        *,
+        probes_at_once: int,
+        warm_up: bool,
     ) -> None:
         gradients, device = batch.gradients, batch.gradients.device
-        self.batch, self.wanted, self.size, self.probes_at_once = batch, wanted, size, probes_at_once
+        self.batch, self.wanted, self.size, self.probes_at_once = (
+            batch,
+            wanted,
+            size,
+            probes_at_once,
+        )
 
         # Inputs that change between replays stay at the addresses that the graph reads.
-        self.bits = tuple(torch.zeros(gradients.num_parameters, dtype=torch.int8, device=device) for _ in wanted.seeds)
+        self.bits = tuple(
+            torch.zeros(gradients.num_parameters, dtype=torch.int8, device=device)
+            for _ in wanted.seeds
+        )
         self.source = torch.Generator(device=device)
         self.places = torch.arange(size, device=device)
         self.count = torch.full((), size, dtype=torch.long, device=device)
         self.rate = torch.full((), wanted.rate, dtype=torch.float64, device=device)
 
-        self.captured = CapturedPass(gradients, size, self._stages, pool, num_stages=2, warm_up=warm_up)
+        self.captured = CapturedPass(
+            gradients, size, self._stages, pool, num_stages=2, warm_up=warm_up
+        )
 
     def begin(self, examples: Examples) -> Any:
-        """The model's outputs for these examples, safe from later replays; None if some have no rows."""
+        """The model's outputs for these examples, safe from later replays.
+
+        None if some have no rows.
+        """
         outputs = self.captured.begin(examples)
         leaves, _ = flattened(outputs)
         if not all(isinstance(leaf, Tensor) and leaf.shape[:1] == (self.size,) for leaf in leaves):
@@ -622,7 +830,11 @@ class _Captured:
 
     def _stages(self, gradients: ExampleGradients) -> Iterator[Any]:
         """The outputs, then everything."""
-        mechanism, z, measured = self.batch.mechanism, gradients.examples.z.detach(), bool(self.wanted.seeds)
+        mechanism, z, measured = (
+            self.batch.mechanism,
+            gradients.examples.z.detach(),
+            bool(self.wanted.seeds),
+        )
         gradients = replace(gradients, twice=measured)
         forward = forward_pass(gradients, z.requires_grad_() if measured else z)
         yield map_tensors(Tensor.detach, forward.outputs)
@@ -632,11 +844,15 @@ class _Captured:
         draws = Draws(self.wanted.seeds, 1, self.probes_at_once, probes)
         mask = (self.places < self.count).to(gradients.dtype)
         batch = replace(self.batch, gradients=gradients)
-        yield values_of(batch, [(slice(0, self.size), jacobian)], self.wanted, draws, self.rate, mask)
+        yield values_of(
+            batch, [(slice(0, self.size), jacobian)], self.wanted, draws, self.rate, mask
+        )
 
 
 def _passes_within(limit: int, batch: PrivateBatch, wanted: Wanted) -> Passes:
-    """The passes over a batch within this many bytes: recorded, mapped over examples, or one of each."""
+    """The passes over a batch within this many bytes: recorded, mapped over examples, or one of
+    each.
+    """
     gradients, passes = batch.gradients, []
     if batch.plan is not None and batch.plan.fits:
         size = max(1, batch.plan.bytes_per_example)
@@ -653,8 +869,19 @@ def _shortened(reason: str) -> str:
 
 def _log_plan(tried: Plan, autocast: torch.dtype | None) -> None:
     if tried.reason is not None:
-        without = ", and without autocast, which torch.func does not support" if autocast is not None else ""
-        logger.warning("gradients are mapped over examples (vmap), which is slower%s: %s", without, tried.reason)
+        without = (
+            ", and without autocast, which torch.func does not support"
+            if autocast is not None
+            else ""
+        )
+        logger.warning(
+            "gradients are mapped over examples (vmap), which is slower%s: %s",
+            without,
+            tried.reason,
+        )
     elif tried.generic:
-        how = "their gradients are formed example by example, which is slower (CONTRIBUTING.md shows how to add one)"
+        how = (
+            "their gradients are formed example by example, which is slower (CONTRIBUTING.md "
+            "shows how to add one)"
+        )
         logger.info("no layer rule for %s: %s", ", ".join(tried.generic), how)

@@ -1,16 +1,18 @@
 """The private loader: batches that know which examples they hold, drawn from the run's own source.
 
-The ids travel with the batch. The data set notes which examples were fetched; the collate function, in the same
-process, takes that note and returns the batch as an object of the same kind and content that remembers its ids, even if
-it comes from a worker. When the training loop reads the batch, it becomes the current one. Skipped batches, workers,
-and ``BatchMemoryManager`` (which rebuilds the loader from its parts) therefore cannot shift ids.
+The ids travel with the batch. The data set notes which examples were fetched; the collate function,
+in the same process, takes that note and returns the batch as an object of the same kind and content
+that remembers its ids, even if it comes from a worker. When the training loop reads the batch, it
+becomes the current one. Skipped batches, workers, and ``BatchMemoryManager`` (which rebuilds the
+loader from its parts) therefore cannot shift ids.
 
-Streams are data sets without a length or random access, whose examples carry their ids in the batch. Their
-batches are not drawn at random: the order of the examples determines which step uses them, and an
-attacker may know it. So subsampling gets no credit (κ = 1), and a step counts for the examples that it used. The DP
-accountant counts as many releases with q = 1 as the most frequent example has participations, under the smallest noise
-of the run. Neighbouring streams differ in one example whose gradient is left out at its place ("zero-out"); if other
-examples moved up to its place instead, every later batch would change.
+Streams are data sets without a length or random access, whose examples carry their ids in the
+batch. Their batches are not drawn at random: the order of the examples determines which step uses
+them, and an attacker may know it. So subsampling gets no credit (κ = 1), and a step counts for the
+examples that it used. The DP accountant counts as many releases with q = 1 as the most frequent
+example has participations, under the smallest noise of the run. Neighbouring streams differ in one
+example whose gradient is left out at its place ("zero-out"); if other examples moved up to its
+place instead, every later batch would change.
 """
 
 from __future__ import annotations
@@ -29,10 +31,21 @@ from typing import Any
 import numpy as np
 import torch
 from opacus.data_loader import CollateFnWithEmpty
-from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
+from opacus.utils.uniform_sampler import (
+    DistributedUniformWithReplacementSampler,
+    UniformWithReplacementSampler,
+)
 from torch import Tensor
 from torch.utils import data
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from torchfil.accounting.ids import plain_key
@@ -42,7 +55,7 @@ from torchfil.engine.distributed.ranks import Ranks
 from torchfil.private import Private, as_call
 from torchfil.private.batches import named_inputs
 from torchfil.private.choice import private_inputs
-from torchfil.utils.errors import OfRun, require
+from torchfil.utils.errors import OfRun
 from torchfil.utils.noise import NoiseSource, preserve_rng
 from torchfil.utils.trees import map_tensors, tensors_of
 
@@ -56,7 +69,7 @@ _TRACKERS: weakref.WeakValueDictionary[int, BatchTracker] = weakref.WeakValueDic
 _TOKENS = itertools.count()
 
 
-# ---------------------------------------------------------------------- batches that remember their ids
+# ------------------------------------------------------------------ batches that remember their ids
 
 
 class BatchTracker:
@@ -66,9 +79,11 @@ class BatchTracker:
         ids: The examples' rows; None: no batch was read.
         earlier: The content of the two batches before.
         parts: How many batches each draw of the sampler is split into.
-        draws: The examples of each such draw in the current pass over the data, if there are several parts.
+        draws: The examples of each such draw in the current pass over the data, if there are
+            several parts.
         example_of: The number of the example to which a row belongs.
-        rows_of: Maps the ids that a batch carries to the examples' rows; in a stream these are keys.
+        rows_of: Maps the ids that a batch carries to the examples' rows; in a stream these are
+            keys.
     """
 
     def __init__(self) -> None:
@@ -119,8 +134,8 @@ class BatchTracker:
 class _Remembering:
     """A batch with its ids; reading it makes it the current batch of the tracker with that token.
 
-    If other code copies it with ``type(batch)(content)``, for example to move it to a device, the copy has no ids; the
-    batch that was read for the copy stays the current one.
+    If other code copies it with ``type(batch)(content)``, for example to move it to a device, the
+    copy has no ids; the batch that was read for the copy stays the current one.
     """
 
     _plain_kind: type = object
@@ -165,18 +180,27 @@ _REMEMBERING: dict[type, Any] = {}
 
 
 def can_remember(batch: object) -> bool:
-    """Whether a batch can carry ids: a list, a tuple, a dict, or a ``UserDict`` such as Hugging Face's."""
+    """Whether a batch can carry ids: a list, a tuple, a dict, or a ``UserDict`` such as Hugging
+    Face's.
+    """
     return type(batch) in _READ_BY or isinstance(batch, UserDict)
 
 
 def remembering(batch: Any, ids: Sequence[Hashable], token: int) -> Any:
-    """The batch with its ids; when read, it becomes the current batch of the tracker with that token."""
+    """The batch with its ids.
+
+    When read, it becomes the current batch of the tracker with that token.
+    """
     kind = type(batch)
     if kind not in _REMEMBERING:
         methods = {name: _reading(getattr(kind, name)) for name in _READ_BY.get(kind, ())}
         if kind not in _READ_BY:
-            methods["data"] = property(_data_of, lambda self, value: self.__dict__.update(data=value))
-        _REMEMBERING[kind] = type(kind.__name__, (_Remembering, kind), {"_plain_kind": kind, **methods})
+            methods["data"] = property(
+                _data_of, lambda self, value: self.__dict__.update(data=value)
+            )
+        _REMEMBERING[kind] = type(
+            kind.__name__, (_Remembering, kind), {"_plain_kind": kind, **methods}
+        )
     if kind in _READ_BY:
         made = _REMEMBERING[kind](batch)
     else:
@@ -187,16 +211,23 @@ def remembering(batch: Any, ids: Sequence[Hashable], token: int) -> Any:
 
 
 def _content(batch: Any) -> Any:
-    """A plain copy of a list, dict or tuple, without ids and without reading it; anything else as it is."""
+    """A plain copy of a list, dict or tuple, without ids and without reading it.
+
+    Anything else as it is.
+    """
     if isinstance(batch, dict):
         return dict(dict.items(batch))
     if isinstance(batch, UserDict):
         made: Any = object.__new__(getattr(batch, "_plain_kind", type(batch)))
-        made.__dict__.update({name: value for name, value in vars(batch).items() if name not in ("_ids", "_token")})
+        made.__dict__.update(
+            {name: value for name, value in vars(batch).items() if name not in ("_ids", "_token")}
+        )
         made.data = dict(vars(batch)["data"])
         return made
     if type(batch) is list or isinstance(batch, _Remembering):
-        return list(list.__iter__(batch)) if isinstance(batch, list) else tuple(tuple.__iter__(batch))  # type: ignore[arg-type]
+        return (
+            list(list.__iter__(batch)) if isinstance(batch, list) else tuple(tuple.__iter__(batch))
+        )  # type: ignore[arg-type]
     return batch
 
 
@@ -224,19 +255,24 @@ def make_current(tree: Any) -> None:
 
 
 class _Gathered(list[Tensor]):
-    """A batch that was fetched at once, as the default collate function would make it from single examples."""
+    """A batch that was fetched at once, as the default collate function would make it from single
+    examples.
+    """
 
 
 class NotingDataset(Dataset[Any]):
-    """The user's data set, which also notes which rows were fetched last; everything else is passed through.
+    """The user's data set, which also notes which rows were fetched last.
+
+    Everything else is passed through.
 
     Of owners, it fetches and notes their rows, one owner after the other.
 
     Args:
         dataset: The user's data set.
         note: Where the numbers of the fetched examples are noted.
-        collates_plainly: Whether the default collate function makes batches, so that the examples of a
-            ``TensorDataset`` (or a ``Subset`` of one) are taken in one gather. The batches are the same, bit by bit.
+        collates_plainly: Whether the default collate function makes batches, so that the examples
+            of a ``TensorDataset`` (or a ``Subset`` of one) are taken in one gather. The batches are
+            the same, bit by bit.
     """
 
     def __init__(self, dataset: Any, note: list[int], *, collates_plainly: bool = False) -> None:
@@ -269,19 +305,29 @@ class NotingDataset(Dataset[Any]):
 
 
 def _gathered(dataset: Any, indices: Sequence[int]) -> _Gathered | None:
-    """The examples of a ``TensorDataset`` at once; None if it is another data set, or holds unusual tensors."""
+    """The examples of a ``TensorDataset`` at once.
+
+    None if it is another data set, or holds unusual tensors.
+    """
     while type(dataset) is Subset:
         dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
     if type(dataset) is not TensorDataset:
         return None
-    if any(type(part) is not Tensor or part.layout != torch.strided or part.requires_grad for part in dataset.tensors):
+    if any(
+        type(part) is not Tensor or part.layout != torch.strided or part.requires_grad
+        for part in dataset.tensors
+    ):
         return None
     rows = torch.tensor(indices)
     return _Gathered(part[rows.to(part.device, non_blocking=True)] for part in dataset.tensors)
 
 
 def _collate_noted(
-    collate_fn: Callable[[list[Any]], Any], note: list[int], token: int, workers: bool, samples: list[Any]
+    collate_fn: Callable[[list[Any]], Any],
+    note: list[int],
+    token: int,
+    workers: bool,
+    samples: list[Any],
 ) -> Any:
     """Collate as before, to a batch that remembers its ids."""
     at_once = type(samples) is _Gathered
@@ -291,8 +337,10 @@ def _collate_noted(
     if can_remember(batch):
         return remembering(batch, ids, token)
     if workers:
-        returned = f"the collate function returns {type(batch).__name__}, which cannot carry example ids out of a"
-        raise TypeError(f"{returned} worker process; return a list, tuple or dict, or use num_workers=0")
+        raise TypeError(
+            f"the collate function returns {type(batch).__name__}, which cannot carry example ids "
+            "out of a worker process; return a list, tuple or dict, or use num_workers=0"
+        )
     tracker = _TRACKERS.get(token)
     if tracker is not None:
         tracker.take(ids, batch)
@@ -300,7 +348,9 @@ def _collate_noted(
 
 
 class EmptySecond(CollateFnWithEmpty):
-    """Opacus's collate function for ``batch_first=False``, whose empty batches may also hold labels, [batch]."""
+    """Opacus's collate function for ``batch_first=False``, whose empty batches may also hold
+    labels, [batch].
+    """
 
     def _make_empty_batch(self, sample: Any) -> Any:
         self.batch_first = isinstance(sample, Tensor) and sample.ndim < 2
@@ -308,20 +358,26 @@ class EmptySecond(CollateFnWithEmpty):
 
 
 class FILPoissonSampler(UniformWithReplacementSampler):
-    """Opacus's Poisson sampler, which draws from the run's own source and announces the start of each pass.
+    """Opacus's Poisson sampler, which draws from the run's own source and announces the start of
+    each pass.
 
-    If gradients are accumulated over k batches, these are the parts of one draw at k times the rate: no example is in
-    two of them.
+    If gradients are accumulated over k batches, these are the parts of one draw at k times the
+    rate: no example is in two of them.
 
-    On several ranks each draws from its part of the data, as in Opacus. Unlike Opacus's sampler, it does not leave out
-    empty batches: ranks with fewer steps would make the others wait forever. Each rank has its own source: if ranks
-    drew the same places, an attacker who saw one example in a batch would know about those at the same place in the
-    other parts.
+    On several ranks each draws from its part of the data, as in Opacus. Unlike Opacus's sampler, it
+    does not leave out empty batches: ranks with fewer steps would make the others wait forever.
+    Each rank has its own source: if ranks drew the same places, an attacker who saw one example in
+    a batch would know about those at the same place in the other parts.
     """
 
-    def __init__(self, sampler: Any, on_start: OnStart, tracker: BatchTracker, source: NoiseSource) -> None:
+    def __init__(
+        self, sampler: Any, on_start: OnStart, tracker: BatchTracker, source: NoiseSource
+    ) -> None:
         self.__dict__.update(vars(sampler))
-        self.sample_rate, self.steps = tracker.parts * sampler.sample_rate, max(1, len(sampler) // tracker.parts)
+        self.sample_rate, self.steps = (
+            tracker.parts * sampler.sample_rate,
+            max(1, len(sampler) // tracker.parts),
+        )
         self._on_start, self._tracker, self._source = on_start, tracker, source
         self._is_distributed = isinstance(sampler, DistributedUniformWithReplacementSampler)
 
@@ -341,14 +397,17 @@ class FILPoissonSampler(UniformWithReplacementSampler):
             order = torch.randperm(n, generator=shuffling) if self.shuffle else torch.arange(n)
             own = order[self.rank :: self.num_replicas]
         for _ in range(int(self.steps)):
-            yield from self._tracker.in_parts(own[self._source.uniform(len(own)) < self.sample_rate].tolist())
+            yield from self._tracker.in_parts(
+                own[self._source.uniform(len(own)) < self.sample_rate].tolist()
+            )
 
 
 class FILBatchSampler(BatchSampler):
     """An ordinary batch sampler, which announces the start of each pass over the data."""
 
     def __init__(self, sampler: BatchSampler, on_start: OnStart) -> None:
-        for name in ("sampler", "batch_size", "drop_last"):  # a subclass need not call BatchSampler's constructor
+        # a subclass need not call BatchSampler's constructor
+        for name in ("sampler", "batch_size", "drop_last"):
             setattr(self, name, getattr(sampler, name, None))
         self._batches, self._on_start = sampler, on_start
 
@@ -370,36 +429,53 @@ class FILDataLoader(OfRun, DataLoader[Any]):
         source: Makes the Poisson draws.
     """
 
-    def __init__(self, loader: DataLoader[Any], tracker: BatchTracker, on_start: OnStart, source: NoiseSource) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], tracker: BatchTracker, on_start: OnStart, source: NoiseSource
+    ) -> None:
         note: list[int] = []
         self.plain_dataset: Any = loader.dataset
 
         # Both kinds of sampler draw as before, and say when a pass begins.
         sampler: Any = loader.batch_sampler
         batch_sampler: Any = FILBatchSampler(sampler, on_start)
-        if isinstance(sampler, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler):
+        if isinstance(
+            sampler, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler
+        ):
             batch_sampler = FILPoissonSampler(sampler, on_start, tracker, source)
         self.sample_rate: float | None = getattr(batch_sampler, "sample_rate", None)
 
-        collate_fn: Any = loader.collate_fn  # perhaps in Opacus's wrapper, which knows an empty batch
+        # perhaps in Opacus's wrapper, which knows an empty batch
+        collate_fn: Any = loader.collate_fn
         plainly = getattr(collate_fn, "wrapped_collator_fn", collate_fn) is default_collate
         super().__init__(
             dataset=NotingDataset(loader.dataset, note, collates_plainly=plainly),
             batch_sampler=batch_sampler,
-            collate_fn=partial(_collate_noted, collate_fn, note, tracker.token, loader.num_workers > 0),
+            collate_fn=partial(
+                _collate_noted, collate_fn, note, tracker.token, loader.num_workers > 0
+            ),
             **worker_options(loader),
         )
 
 
 def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """A loader's settings for another loader over the same data: workers, their memory and random numbers.
+    """A loader's settings for another loader over the same data: workers, their memory and random
+    numbers.
 
     Example:
         >>> worker_options(DataLoader([1, 2], num_workers=0))["num_workers"]
         0
     """
-    names = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
-    return {name: getattr(loader, name) for name in (*names, "prefetch_factor", "persistent_workers")}
+    names = (
+        "num_workers",
+        "pin_memory",
+        "timeout",
+        "worker_init_fn",
+        "multiprocessing_context",
+        "generator",
+    )
+    return {
+        name: getattr(loader, name) for name in (*names, "prefetch_factor", "persistent_workers")
+    }
 
 
 # ---------------------------------------------------------------------- streams
@@ -420,8 +496,8 @@ def ids_of_batch(batch: Any, id_of: IdOf) -> tuple[list[Hashable], Any]:
 
     Args:
         batch: A dict, tuple or list of parts [batch, …]; of any kind if ``id_of`` is a function.
-        id_of: The name or position of the part that holds the ids; or a function from a batch to its ids, which leaves
-            the batch unchanged.
+        id_of: The name or position of the part that holds the ids; or a function from a batch to
+            its ids, which leaves the batch unchanged.
 
     Example:
         >>> ids_of_batch({"x": torch.zeros(2), "key": ["a", "b"]}, "key")
@@ -435,36 +511,49 @@ def ids_of_batch(batch: Any, id_of: IdOf) -> tuple[list[Hashable], Any]:
     elif isinstance(batch, dict | UserDict) and id_of in batch:
         rest = copy.copy(batch)
         found = rest.pop(id_of)
-    elif type(batch) in (tuple, list) and isinstance(id_of, int) and -len(batch) <= id_of < len(batch):
+    elif (
+        type(batch) in (tuple, list)
+        and isinstance(id_of, int)
+        and -len(batch) <= id_of < len(batch)
+    ):
         parts = list(batch)
         found, rest = parts.pop(id_of), type(batch)(parts)
     else:
         names = f" with {sorted(map(str, batch))}" if isinstance(batch, dict | UserDict) else ""
-        where = "give the name or place of the ids, or a function from a batch to its ids"
-        raise ValueError(f"id_of={id_of!r} is not in a batch of type {type(batch).__name__}{names}: {where}")
+        raise ValueError(
+            f"id_of={id_of!r} is not in a batch of type {type(batch).__name__}{names}: give the "
+            "name or place of the ids, or a function from a batch to its ids"
+        )
 
     listed = found.tolist() if isinstance(found, Tensor | np.ndarray) else found
     keys = [plain_key(key) for key in listed] if isinstance(listed, Sequence) else [listed]
     unusable = [key for key in keys if not isinstance(key, Hashable) or isinstance(key, Tensor)]
     if unusable or isinstance(listed, str | bytes) or not isinstance(listed, Sequence):
-        raise TypeError(f"{found!r} cannot be the examples' ids; give a list with one number or string for each")
+        raise TypeError(
+            f"{found!r} cannot be the examples' ids; give a list with one number or string for each"
+        )
     return keys, rest
 
 
-def _collate_with_ids(collate_fn: Callable[[Any], Any], id_of: IdOf, token: int, samples: Any) -> Any:
+def _collate_with_ids(
+    collate_fn: Callable[[Any], Any], id_of: IdOf, token: int, samples: Any
+) -> Any:
     """Collate as before, to a batch that remembers its ids, without the part that held them."""
     ids, batch = ids_of_batch(collate_fn(samples), id_of)
     if not can_remember(batch):
         kind = type(batch).__name__
-        raise TypeError(f"the collate function returns {kind}, which cannot carry ids; return a list, tuple or dict")
+        raise TypeError(
+            f"the collate function returns {kind}, which cannot carry ids; return a list, tuple "
+            "or dict"
+        )
     return remembering(batch, ids, token)
 
 
 class FILStreamLoader(OfRun, DataLoader[Any]):
     """A loader of a stream, unchanged except that its batches remember their ids.
 
-    On several ranks each reads its own stream, and all of them take as many steps as the longest has batches: a
-    rank whose stream has ended gets empty ones.
+    On several ranks each reads its own stream, and all of them take as many steps as the longest
+    has batches: a rank whose stream has ended gets empty ones.
 
     Args:
         loader: The user's loader.
@@ -475,7 +564,12 @@ class FILStreamLoader(OfRun, DataLoader[Any]):
     """
 
     def __init__(
-        self, loader: DataLoader[Any], tracker: BatchTracker, on_start: OnStart, id_of: IdOf, ranks: Ranks | None
+        self,
+        loader: DataLoader[Any],
+        tracker: BatchTracker,
+        on_start: OnStart,
+        id_of: IdOf,
+        ranks: Ranks | None,
     ) -> None:
         self.sample_rate: float | None = None
         self._on_start, self._tracker, self._ranks = on_start, tracker, ranks
@@ -490,11 +584,16 @@ class FILStreamLoader(OfRun, DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._on_start()
         batches = super().__iter__()
-        return iter(batches) if self._ranks is None else _until_all_end(batches, self._ranks, self._tracker)
+        return (
+            iter(batches)
+            if self._ranks is None
+            else _until_all_end(batches, self._ranks, self._tracker)
+        )
 
 
 def _until_all_end(batches: Iterator[Any], ranks: Ranks, tracker: BatchTracker) -> Iterator[Any]:
-    """This rank's batches, then empty ones until all ranks' streams have ended (collective at each).
+    """This rank's batches, then empty ones until all ranks' streams have ended (collective at
+    each).
 
     At each batch, all ranks give the same rows to the examples of all.
     """
@@ -502,14 +601,18 @@ def _until_all_end(batches: Iterator[Any], ranks: Ranks, tracker: BatchTracker) 
     while True:
         batch = next(batches, None)
         if empty is None and batch is not None:
-            empty = remembering(map_tensors(lambda part: part[:0], _content(batch)), [], batch._token)
+            empty = remembering(
+                map_tensors(lambda part: part[:0], _content(batch)), [], batch._token
+            )
         arrived = ranks.objects(None if batch is None else list(batch._ids))
         begun = ranks.objects(empty is not None)
         if all(keys is None for keys in arrived):
             return
         if not all(begun):
-            empty_rank = f"the stream of rank {begun.index(False)} has no batch at all"
-            raise RuntimeError(f"{empty_rank}, so the shape of an empty one is unknown: give each rank some shards")
+            raise RuntimeError(
+                f"the stream of rank {begun.index(False)} has no batch at all, so the shape of an "
+                "empty one is unknown: give each rank some shards"
+            )
         for keys in arrived:
             tracker.rows_of(keys or [])
         yield empty if batch is None else batch
@@ -519,12 +622,15 @@ def _until_all_end(batches: Iterator[Any], ranks: Ranks, tracker: BatchTracker) 
 
 
 class OwnerRows(Dataset[Any]):
-    """A data set of owners, from one of rows: an owner's item is its first row; a batch of them is read by row.
+    """A data set of owners, from one of rows: an owner's item is its first row.
+
+    A batch of them is read by row.
 
     Args:
         dataset: The user's data set.
         owners: Who owns which row.
-        most: The largest number of rows that a drawn owner brings, drawn anew each time; None: all of its rows.
+        most: The largest number of rows that a drawn owner brings, drawn anew each time; None: all
+            of its rows.
     """
 
     def __init__(self, dataset: Any, owners: Owners, most: int | None) -> None:
@@ -542,8 +648,9 @@ def owners_of(loader: DataLoader[Any], owner_of: Any) -> Owners | None:
 
     Args:
         loader: Draws from a data set with numbered rows, or from a stream.
-        owner_of: The owner of every row, [rows]; the name or position of the owners in a batch; or a function from a
-            batch to its owners. For the last two, every row is read once, unless the data set has columns.
+        owner_of: The owner of every row, [rows]; the name or position of the owners in a batch; or
+            a function from a batch to its owners. For the last two, every row is read once, unless
+            the data set has columns.
 
     Raises:
         ValueError: There is not one owner for each row.
@@ -559,15 +666,23 @@ def owners_of(loader: DataLoader[Any], owner_of: Any) -> Owners | None:
         with preserve_rng():
             for start in range(0, count, _AT_ONCE):
                 rows = range(start, min(start + _AT_ONCE, count))
-                found += ids_of_batch(loader.collate_fn([dataset[row] for row in rows]), owner_of)[0]
+                found += ids_of_batch(loader.collate_fn([dataset[row] for row in rows]), owner_of)[
+                    0
+                ]
         owner_of = found
     owners = Owners(owner_of)
     given = len(owners.of_row)
-    require(given == count, f"owner_of gives owners of {given} rows, and the data set has {count}; give one for each")
+    if given != count:
+        raise ValueError(
+            f"owner_of gives owners of {given} rows, and the data set has {count}; give one for "
+            "each"
+        )
     return owners
 
 
-def loader_of_owners(loader: DataLoader[Any], owners: Owners, owner_of: Any, most: int | None) -> DataLoader[Any]:
+def loader_of_owners(
+    loader: DataLoader[Any], owners: Owners, owner_of: Any, most: int | None
+) -> DataLoader[Any]:
     """The loader, which draws owners instead of rows; a pass has as many batches as before.
 
     Args:
@@ -578,10 +693,14 @@ def loader_of_owners(loader: DataLoader[Any], owners: Owners, owner_of: Any, mos
     """
     dataset = OwnerRows(loader.dataset, owners, most)
     inner: Any = getattr(loader.batch_sampler, "sampler", None)
-    known = isinstance(inner, data.SequentialSampler | data.RandomSampler | data.DistributedSampler)
-    refused = f"{type(inner or loader.batch_sampler).__name__} chooses rows, and owners are drawn"
-    require(known, f"{refused}; use shuffle=, a DistributedSampler or a Subset")
-    sampler = _DistributedOwners(dataset, inner) if isinstance(inner, data.DistributedSampler) else None
+    if not isinstance(inner, data.SequentialSampler | data.RandomSampler | data.DistributedSampler):
+        raise ValueError(
+            f"{type(inner or loader.batch_sampler).__name__} chooses rows, and owners are drawn; "
+            "use shuffle=, a DistributedSampler or a Subset"
+        )
+    sampler = (
+        _DistributedOwners(dataset, inner) if isinstance(inner, data.DistributedSampler) else None
+    )
     collate_fn: Any = loader.collate_fn
     if isinstance(owner_of, str | int):
         collate_fn = partial(_without_owners, collate_fn, owner_of)
@@ -596,10 +715,15 @@ def loader_of_owners(loader: DataLoader[Any], owners: Owners, owner_of: Any, mos
 
 
 class _DistributedOwners(data.DistributedSampler[Any]):
-    """Deals owners out to ranks, nobody twice, as a sampler of rows deals out rows; that one's epoch counts."""
+    """Deals owners out to ranks, nobody twice, as a sampler of rows deals out rows.
+
+    That one's epoch counts.
+    """
 
     def __init__(self, dataset: OwnerRows, rows: Any) -> None:
-        super().__init__(dataset, rows.num_replicas, rows.rank, rows.shuffle, rows.seed, drop_last=True)
+        super().__init__(
+            dataset, rows.num_replicas, rows.rank, rows.shuffle, rows.seed, drop_last=True
+        )
         self._rows = rows
 
     def __iter__(self) -> Iterator[Any]:
@@ -607,24 +731,32 @@ class _DistributedOwners(data.DistributedSampler[Any]):
         return super().__iter__()
 
 
-def _without_owners(collate_fn: Callable[[list[Any]], Any], owner_of: str | int, samples: list[Any]) -> Any:
+def _without_owners(
+    collate_fn: Callable[[list[Any]], Any], owner_of: str | int, samples: list[Any]
+) -> Any:
     return ids_of_batch(collate_fn(samples), owner_of)[1]
 
 
-# ---------------------------------------------------------------------- what batches hold, and how they are drawn
+# -------------------------------------------------------- what batches hold, and how they are drawn
 
 
-def split_batch(batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None) -> tuple[Any, Any]:
+def split_batch(
+    batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None
+) -> tuple[Any, Any]:
     """The (inputs, targets) of a batch: by the user's split, a tuple's last item, or their names.
 
-    A batch of one tensor is its own target, as in an autoencoder; a loss of the outputs alone ignores it.
+    A batch of one tensor is its own target, as in an autoencoder; a loss of the outputs alone
+    ignores it.
     """
     if batch_to_inputs is not None:
         return batch_to_inputs(batch)
     remedy = "pass batch_to_inputs=a function that maps a batch to (inputs, targets)"
     if isinstance(batch, Mapping):
         targets = {key: value for key, value in batch.items() if is_target_name(key)}
-        require(bool(targets), f"cannot tell the targets in a dict batch with keys {list(batch)}; {remedy}")
+        if not targets:
+            raise ValueError(
+                f"cannot tell the targets in a dict batch with keys {list(batch)}; {remedy}"
+            )
         inputs = {key: value for key, value in batch.items() if key not in targets}
         return inputs, next(iter(targets.values())) if len(targets) == 1 else targets
     if isinstance(batch, (list, tuple)) and len(batch) >= 2:
@@ -648,29 +780,50 @@ def is_target_name(name: object) -> bool:
 def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
     """Raise for loaders whose sampling cannot be accounted for."""
     dataset: Any = loader.dataset
-    numbered = "the loader must draw batches from a data set with numbered examples. Give the DataLoader a batch_size"
-    stream = f"{numbered}; for an IterableDataset pass make_private(poisson_sampling=False, id_of=…)."
-    require(not isinstance(dataset, IterableDataset) and loader.batch_sampler is not None, stream)
-    require(len(dataset) > 0, "the loader's data set is empty: there is nobody to train on. Were its files found?")
+    if not (not isinstance(dataset, IterableDataset) and loader.batch_sampler is not None):
+        raise ValueError(
+            "the loader must draw batches from a data set with numbered examples. Give the "
+            "DataLoader a batch_size; for an IterableDataset pass "
+            "make_private(poisson_sampling=False, id_of=…)."
+        )
+    if not len(dataset) > 0:
+        raise ValueError(
+            "the loader's data set is empty: there is nobody to train on. Were its files found?"
+        )
 
     # Poisson sampling replaces a sampler, whose choice of examples would be lost.
     inner = getattr(loader.batch_sampler, "sampler", None)
     name = type(inner).__name__
-    twice = f"{name}(replacement=True) can put an example into a batch twice, where its gradient counts twice under"
-    unused = f"the loader's sampler ({name}) is not used: Poisson sampling draws all with the same probability"
+    twice = (
+        f"{name}(replacement=True) can put an example into a batch twice, where its gradient "
+        "counts twice under"
+    )
+    unused = (
+        f"the loader's sampler ({name}) is not used: Poisson sampling draws all with the "
+        "same probability"
+    )
     if not poisson_sampling:
-        repeats = getattr(inner, "replacement", False)
-        require(not repeats, f"{twice} one noise draw; use replacement=False or Poisson sampling")
+        if getattr(inner, "replacement", False):
+            raise ValueError(f"{twice} one noise draw; use replacement=False or Poisson sampling")
     elif isinstance(inner, data.SubsetRandomSampler | data.WeightedRandomSampler):
-        raise ValueError(f"{unused}. Use torch.utils.data.Subset(dataset, indices), or poisson_sampling=False.")
-    elif not isinstance(inner, data.RandomSampler | data.SequentialSampler | data.DistributedSampler | None):
+        raise ValueError(
+            f"{unused}. Use torch.utils.data.Subset(dataset, indices), or poisson_sampling=False."
+        )
+    elif not isinstance(
+        inner, data.RandomSampler | data.SequentialSampler | data.DistributedSampler | None
+    ):
         warnings.warn(f"{unused}. Pass poisson_sampling=False to keep it.", stacklevel=4)
     if isinstance(inner, data.WeightedRandomSampler):
-        warnings.warn("weighted examples take part more often, and leak more with each participation", stacklevel=4)
+        warnings.warn(
+            "weighted examples take part more often, and leak more with each participation",
+            stacklevel=4,
+        )
 
 
 def most_in_a_pass(loader: DataLoader[Any]) -> int:
-    """How often an example takes part in a pass without Poisson sampling, at most: 1, unless the sampler repeats."""
+    """How often an example takes part in a pass without Poisson sampling, at most: 1, unless the
+    sampler repeats.
+    """
     sampler = getattr(loader.batch_sampler, "sampler", None)
     if is_stream(loader) or sampler is None:
         return 1
@@ -678,13 +831,17 @@ def most_in_a_pass(loader: DataLoader[Any]) -> int:
 
 
 def check_reads_alike(
-    loader: DataLoader[Any], track: Collection[str], private: Private | None, batch_to_inputs: Callable[..., Any] | None
+    loader: DataLoader[Any],
+    track: Collection[str],
+    private: Private | None,
+    batch_to_inputs: Callable[..., Any] | None,
 ) -> None:
     """If sums by coordinate are tracked, read some examples twice, and refuse data that differs.
 
-    The Fisher information of a step is about the tensor that the model saw. With random flips or crops this is a drawn
-    view, and coordinate j is another pixel in every step, so sums by coordinate would mix pixels. The trace has no
-    coordinates and is kept, as a sum over the views. It reads 16 examples, so a rare random transform can go unnoticed.
+    The Fisher information of a step is about the tensor that the model saw. With random flips or
+    crops this is a drawn view, and coordinate j is another pixel in every step, so sums by
+    coordinate would mix pixels. The trace has no coordinates and is kept, as a sum over the views.
+    It reads 16 examples, so a rare random transform can go unnoticed.
 
     Args:
         loader: Draws from a data set with numbered examples.
@@ -703,20 +860,29 @@ def check_reads_alike(
 
     with preserve_rng():
         first, second = (
-            _private_tensors(split_batch(loader.collate_fn([dataset[row] for row in rows]), batch_to_inputs), private)
+            _private_tensors(
+                split_batch(loader.collate_fn([dataset[row] for row in rows]), batch_to_inputs),
+                private,
+            )
             for _ in range(2)
         )
 
     def same(one: Tensor, two: Tensor) -> bool:
         return one.shape == two.shape and torch.allclose(one, two, rtol=0, atol=0, equal_nan=True)
 
-    differs = f"track={tuple(by_coordinate)} sums by coordinate, but this data set gives other values each time"
-    remedy = "Track the trace only, move the transform into the model, or name the private: private=Private(inputs=…)"
-    require(len(first) == len(second) and all(map(same, first, second)), f"{differs}. {remedy}")
+    if not (len(first) == len(second) and all(map(same, first, second))):
+        raise ValueError(
+            f"track={tuple(by_coordinate)} sums by coordinate, but this data set gives other "
+            "values each time. Track the trace only, move the transform into the model, or name "
+            "the private: private=Private(inputs=…)"
+        )
 
 
 def _private_tensors(batch: tuple[Any, Any], private: Private | None) -> list[Tensor]:
-    """The tensors whose coordinates are summed; a private submodule's output depends on all inputs."""
+    """The tensors whose coordinates are summed.
+
+    A private submodule's output depends on all inputs.
+    """
     private, named = private or Private(), named_inputs(*as_call(batch[0]))
     chosen = private_inputs(named, batch[1], private) or list(named)
     return tensors_of(([named[key].value for key in chosen], batch[1] if private.target else ()))

@@ -1,7 +1,7 @@
 """Opacus's optimizer with any clip function; it reports clipping and each release to the engine.
 
-Noise is added only here: ``step()`` is clip and accumulate → noise → scale → update. :meth:`FILOptimizer.release` is
-such a step with sums that come from elsewhere.
+Noise is added only here: ``step()`` is clip and accumulate → noise → scale → update.
+:meth:`FILOptimizer.release` is such a step with sums that come from elsewhere.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ __all__ = ["FILOptimizer", "GradSampleOptimizer"]
 
 
 class FILOptimizer(OfRun, DPOptimizer):
-    """A :class:`DPOptimizer` whose clipped sums come from the engine: no per-example gradient is formed.
+    """A :class:`DPOptimizer` whose clipped sums come from the engine: no per-example gradient is
+    formed.
 
-    The sensitivity of the noisy sum is ``clip.max_norm(max_grad_norm)``: ``max_grad_norm`` for calibrated clips.
+    The sensitivity of the noisy sum is ``clip.max_norm(max_grad_norm)``: ``max_grad_norm`` for
+    calibrated clips.
 
     Args:
         optimizer: The wrapped torch optimizer.
@@ -39,8 +41,8 @@ class FILOptimizer(OfRun, DPOptimizer):
         names: The parameters' names by identity.
         noise: The source of the noise.
         shares: C_l/C by name, if each parameter's gradient is clipped separately.
-        ranks: The processes that train together; None: a single one. With several, rank 0 adds the noise, and gradients
-            are summed over the ranks, as in Opacus.
+        ranks: The processes that train together; None: a single one. With several, rank 0 adds the
+            noise, and gradients are summed over the ranks, as in Opacus.
         **settings: As in :class:`DPOptimizer`.
 
     Attributes:
@@ -64,7 +66,8 @@ class FILOptimizer(OfRun, DPOptimizer):
         super().__init__(optimizer, **settings)
         self.clip, self.noise, self.initial_noise = clip, noise, self._noise_now()
         self._step, self._ranks, self._names, self._shares = step, ranks, names, shares
-        self._measure: Callable[[], Mapping[str, Tensor] | None] | None = None  # gives the sums of the current step
+        # gives the sums of the current step
+        self._measure: Callable[[], Mapping[str, Tensor] | None] | None = None
         self._answered = False  # whether the other ranks know if this one takes the current step
         self.canaries: CanaryScores | None = None
         self.watchers: list[Callable[[int], None]] = []
@@ -74,21 +77,30 @@ class FILOptimizer(OfRun, DPOptimizer):
         """A ``GradScaler`` reads this before it steps.
 
         Raises:
-            RuntimeError: Always: a scaler skips steps depending on the batch's gradients, which nothing accounts for.
+            RuntimeError: Always: a scaler skips steps depending on the batch's gradients, which
+                nothing accounts for.
         """
-        skips = "a GradScaler skips a step if a gradient overflows, which reveals something without noise"
-        raise RuntimeError(f"{skips}. Use autocast with bfloat16, which needs no scaler. This step was not taken.")
+        raise RuntimeError(
+            "a GradScaler skips a step if a gradient overflows, which reveals something without "
+            "noise. Use autocast with bfloat16, which needs no scaler. This step was not taken."
+        )
 
     @property
     def max_grad_norms(self) -> list[float] | None:
-        """C_l for each of ``params``, as in Opacus's per-layer clipping; None: gradients are clipped as a whole."""
+        """C_l for each of ``params``, as in Opacus's per-layer clipping.
+
+        None: gradients are clipped as a whole.
+        """
         if self._shares is None:
             return None
         return [float(self.max_grad_norm) * self._shares[name] for name in self.parameter_names]
 
     @property
     def parameter_names(self) -> list[str]:
-        """The names of ``params``; empty for those that the model did not have when it was made private."""
+        """The names of ``params``.
+
+        Empty for those that the model did not have when it was made private.
+        """
         return [self._names.get(id(p), "") for p in self.params]
 
     @property
@@ -99,10 +111,14 @@ class FILOptimizer(OfRun, DPOptimizer):
     @property
     def accumulated_iterations(self) -> int:
         """As in Opacus: backward passes since the last step; during a step, those of this step."""
-        return len(self._step.observer.finished()) or self._step.backward_passes or 1  # an empty batch may have none
+        # an empty batch may have none
+        return len(self._step.observer.finished()) or self._step.backward_passes or 1
 
     def clip_and_accumulate(self) -> None:
-        """Add the clipped sums of the current physical batch to ``p.summed_grad``; a refusal changes nothing."""
+        """Add the clipped sums of the current physical batch to ``p.summed_grad``.
+
+        A refusal changes nothing.
+        """
         self.drop_released_sums()
         step = self._step
         if self._measure is None:
@@ -121,7 +137,9 @@ class FILOptimizer(OfRun, DPOptimizer):
             p.summed_grad = summed
 
     def drop_released_sums(self) -> None:
-        """Forget the sums of the last step if nothing has cleared them; otherwise they would be released again.
+        """Forget the sums of the last step if nothing has cleared them.
+
+        Otherwise they would be released again.
 
         ``model.zero_grad()`` does not clear them; in that case Opacus refuses the next step.
         """
@@ -130,7 +148,9 @@ class FILOptimizer(OfRun, DPOptimizer):
                 p.summed_grad = None
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool | None:
-        """As in Opacus; the engine books a logical batch together with the accountant, whom ``step_hook`` informs."""
+        """As in Opacus; the engine books a logical batch together with the accountant, whom
+        ``step_hook`` informs.
+        """
         with self.refuse_on_all_ranks():
             self._step.guard.check_optimizer(self.parameter_names)
             self.clip_and_accumulate()
@@ -145,12 +165,15 @@ class FILOptimizer(OfRun, DPOptimizer):
 
     @torch.enable_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """As in Opacus; after a whole step, watchers are called. Ctrl-C before the update undoes the logical batch."""
+        """As in Opacus; after a whole step, watchers are called.
+
+        Ctrl-C before the update undoes the logical batch.
+        """
         if not self._step.run.is_updated:
             self._step.run.is_updated = True
             warnings.warn(
-                "the last step was counted, but its update was cut short: ε and all readings are too large, at most by "
-                "this step. To undo it, load an earlier checkpoint.",
+                "the last step was counted, but its update was cut short: ε and all readings are "
+                "too large, at most by this step. To undo it, load an earlier checkpoint.",
                 stacklevel=3,
             )
         with self.watched():
@@ -186,7 +209,9 @@ class FILOptimizer(OfRun, DPOptimizer):
             raise
         except Exception:
             if not self._answered:
-                self._ranks.refuse(self._facts(), inside=self.inside_logical_batch or bool(self._step_skip_queue))
+                self._ranks.refuse(
+                    self._facts(), inside=self.inside_logical_batch or bool(self._step_skip_queue)
+                )
             self._step.replica.free_weights()
             raise
 
@@ -196,10 +221,16 @@ class FILOptimizer(OfRun, DPOptimizer):
 
     def _noise_now(self) -> dict[str, float]:
         """σ and C, which schedulers may change."""
-        return {"noise_multiplier": float(self.noise_multiplier), "max_grad_norm": float(self.max_grad_norm)}
+        return {
+            "noise_multiplier": float(self.noise_multiplier),
+            "max_grad_norm": float(self.max_grad_norm),
+        }
 
     def add_noise(self) -> None:
-        """As in Opacus, the same numbers in fewer operations; only the sums if another rank adds the noise."""
+        """As in Opacus, the same numbers in fewer operations.
+
+        Only the sums if another rank adds the noise.
+        """
         if self._ranks is not None:
             self._answered = True
             self._ranks.agree(self._facts())
@@ -212,7 +243,9 @@ class FILOptimizer(OfRun, DPOptimizer):
         sums = [p.summed_grad for p in self.params]
         limits = self.max_grad_norms or [float(self.max_grad_norm)] * len(sums)
         if self.canaries is None:
-            noises = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in sums]
+            noises = [
+                torch.empty_like(each, memory_format=torch.contiguous_format) for each in sums
+            ]
         else:
             noises = self.canaries.begin(sums)
         for noise in noises:
@@ -224,20 +257,32 @@ class FILOptimizer(OfRun, DPOptimizer):
         self._set_gradients(noises)
 
     def _set_gradients(self, noisy_sums: Sequence[Tensor]) -> None:
-        """Set ``p.grad`` to this rank's gradients; for a sharded weight, to its part of the sum (collective)."""
+        """Set ``p.grad`` to this rank's gradients.
+
+        For a sharded weight, to its part of the sum (collective).
+        """
         for p, noisy in zip(self.params, noisy_sums, strict=True):
             _check_processed_flag(p.summed_grad)
-            gradient = noisy.view(p.shape).to(p.dtype)  # sums and noise of a model held in bfloat16 are float32
+            # sums and noise of a model held in bfloat16 are float32
+            gradient = noisy.view(p.shape).to(p.dtype)
             p.grad = part_of_sum(gradient, p) if isinstance(p, DTensor) else gradient
             _mark_as_processed(p.summed_grad)
 
     def scale_grad(self) -> None:
-        """As in Opacus, the same numbers in fewer operations; afterwards the gradients are those of all ranks."""
+        """As in Opacus, the same numbers in fewer operations.
+
+        Afterwards the gradients are those of all ranks.
+        """
         if self.loss_reduction == "mean" and self.params:
-            torch._foreach_div_([p.grad for p in self.params], self.expected_batch_size * self.accumulated_iterations)
+            torch._foreach_div_(
+                [p.grad for p in self.params],
+                self.expected_batch_size * self.accumulated_iterations,
+            )
         if self._ranks is not None:
             mean = self.loss_reduction == "mean"
-            self._ranks.add_up([p.grad for p in self.params if not isinstance(p, DTensor)], mean=mean)
+            self._ranks.add_up(
+                [p.grad for p in self.params if not isinstance(p, DTensor)], mean=mean
+            )
             sharded: Any = [p.grad for p in self.params if isinstance(p, DTensor)]  # already summed
             if mean and sharded:
                 torch._foreach_div_(sharded, self._ranks.size)
@@ -245,14 +290,21 @@ class FILOptimizer(OfRun, DPOptimizer):
     def _by_parameter(self, sums: Mapping[str, Tensor] | None) -> list[Tensor]:
         """The sums for each of ``params``; 0 if there are none."""
         if sums is None:
-            return [torch.zeros(p.shape, dtype=wide_dtype(p.dtype), device=p.device) for p in self.params]
-        return [sums[name].view(p.shape) for name, p in zip(self.parameter_names, self.params, strict=True)]
+            return [
+                torch.zeros(p.shape, dtype=wide_dtype(p.dtype), device=p.device)
+                for p in self.params
+            ]
+        return [
+            sums[name].view(p.shape)
+            for name, p in zip(self.parameter_names, self.params, strict=True)
+        ]
 
     def release(self, measure: Callable[[], Mapping[str, Tensor] | None]) -> None:
         """Take a whole step from sums of clipped gradients instead of a loop's backward passes.
 
         Args:
-            measure: Returns the sums by parameter name; None: of no example. It is called within the step.
+            measure: Returns the sums by parameter name; None: of no example. It is called within
+                the step.
         """
         self._measure = measure
         try:
@@ -284,7 +336,8 @@ class FILOptimizer(OfRun, DPOptimizer):
 
 
 class GradSampleOptimizer(FILOptimizer):
-    """A :class:`FILOptimizer` that clips the per-example gradients of Opacus's hooks, g̃ = ωφ(‖g‖) g.
+    """A :class:`FILOptimizer` that clips the per-example gradients of Opacus's hooks, g̃ = ωφ(‖g‖)
+    g.
 
     If each parameter is clipped separately, g̃_l = ωφ_l(‖g_l‖) g_l.
     """
@@ -292,10 +345,16 @@ class GradSampleOptimizer(FILOptimizer):
     @property
     def grad_samples(self) -> list[Tensor]:
         """As in Opacus; none are needed for a step from given sums."""
-        return [self._get_flat_grad_sample(p) for p in self.params] if self._measure is None else super().grad_samples
+        return (
+            [self._get_flat_grad_sample(p) for p in self.params]
+            if self._measure is None
+            else super().grad_samples
+        )
 
     def clip_and_accumulate(self) -> None:
-        """Clip every example's gradient and add it to ``p.summed_grad``, once the engine has measured and checked."""
+        """Clip every example's gradient and add it to ``p.summed_grad``, once the engine has
+        measured and checked.
+        """
         if self._measure is not None:
             super().clip_and_accumulate()
             return
@@ -309,7 +368,9 @@ class GradSampleOptimizer(FILOptimizer):
         self._step.measure(self, calls, self._step.run.loss, norms, clipped.detach())
         for p, factor in zip(self.params, scale.unbind(dim=1), strict=True):
             grad_sample = self._get_flat_grad_sample(p).to(wide_dtype(p.dtype))
-            summed = (factor.to(grad_sample) @ grad_sample[:, None].flatten(1)).reshape(grad_sample.shape[1:])
+            summed = (factor.to(grad_sample) @ grad_sample[:, None].flatten(1)).reshape(
+                grad_sample.shape[1:]
+            )
             p.summed_grad = summed if p.summed_grad is None else p.summed_grad + summed
             _mark_as_processed(p.grad_sample)
 
@@ -330,8 +391,13 @@ class GradSampleOptimizer(FILOptimizer):
         device, sizes = samples[0].device, {len(sample) for sample in samples}
         if len(sizes) > 1:
             shapes = [tuple(sample.shape[1:]) for sample in samples if len(sample) == min(sizes)]
-            rows = f"gradients of {min(sizes)} and of {max(sizes)} examples: parameters {shapes} saw one row for all"
-            raise RuntimeError(f"{rows}. Use grad_sample_mode='auto', or give them a row per example.")
+            raise RuntimeError(
+                f"gradients of {min(sizes)} and of {max(sizes)} examples: parameters {shapes} saw "
+                "one row for all. Use grad_sample_mode='auto', or give them a row per example."
+            )
         flat = [sample[:, None].flatten(1) for sample in samples]
-        parts = [torch.linalg.vector_norm(part, dim=1, dtype=wide_dtype(part.dtype)).to(device) for part in flat]
+        parts = [
+            torch.linalg.vector_norm(part, dim=1, dtype=wide_dtype(part.dtype)).to(device)
+            for part in flat
+        ]
         return torch.stack(parts, dim=1)

@@ -1,4 +1,5 @@
-"""How a run is accounted for and executed: frozen options, and the checks from the arguments of ``make_private`` on.
+"""How a run is accounted for and executed: frozen options, and the checks from the arguments of
+``make_private`` on.
 
 Everything here is checked before anything changes.
 """
@@ -13,7 +14,10 @@ from typing import Any
 
 import torch
 from opacus.grad_sample import AbstractGradSampleModule
-from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
+from opacus.utils.uniform_sampler import (
+    DistributedUniformWithReplacementSampler,
+    UniformWithReplacementSampler,
+)
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
@@ -34,16 +38,18 @@ from torchfil.fisher.models import PROBE_PRECISIONS, ProbePrecision
 from torchfil.private import Private
 from torchfil.questions import Absent, Question, check_questions
 from torchfil.run.unit import unit_of
-from torchfil.utils.errors import require
 from torchfil.utils.noise import derived_seed
 from torchfil.utils.text import nearest
 
 _USUAL_PROBES = 3
-_HOOKS = ("hooks", "functorch", "ew")  # Opacus's ways to form p.grad_sample; the first serves for all of them
+# Opacus's ways to form p.grad_sample; the first serves for all of them
+_HOOKS = ("hooks", "functorch", "ew")
 
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
-IdOf = Callable[[Any], Any] | Sequence[Hashable] | int | None  # of a stream also a name or place in the batch
-ClipWeights = Tensor | Sequence[float] | Mapping[Hashable, float]  # in the order of the data set, or by id
+# of a stream also a name or place in the batch
+IdOf = Callable[[Any], Any] | Sequence[Hashable] | int | None
+# in the order of the data set, or by id
+ClipWeights = Tensor | Sequence[float] | Mapping[Hashable, float]
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,14 @@ class Execution:
     """How the accounting's passes run; none of it changes a number beyond rounding.
 
     Attributes:
-        max_memory: Limit for the accounting's temporary tensors in bytes (:mod:`torchfil.fisher.batch`); None: 1 GiB,
-            or a quarter of the free memory on the model's GPU when the run starts, if that is more.
+        max_memory: Limit for the accounting's temporary tensors in bytes
+            (:mod:`torchfil.fisher.batch`); None: 1 GiB, or a quarter of the free memory on the
+            model's GPU when the run starts, if that is more.
         cuda_graphs: Whether recorded passes are captured in CUDA graphs on a GPU.
-        probe_precision: Precision of products with probes: "float32"; "tf32", on GPUs; "bfloat16". "auto": "tf32" on
-            GPUs, or bfloat16 if the model is trained in it; the error is below a fiftieth of a probe's own
-            (docs/decisions.md). Norms and released gradients are computed as the model is trained.
+        probe_precision: Precision of products with probes: "float32"; "tf32", on GPUs; "bfloat16".
+            "auto": "tf32" on GPUs, or bfloat16 if the model is trained in it; the error is below a
+            fiftieth of a probe's own (docs/decisions.md). Norms and released gradients are computed
+            as the model is trained.
 
     Example:
         >>> Execution(max_memory=2**30).cuda_graphs
@@ -69,9 +77,11 @@ class Execution:
 
     def __post_init__(self) -> None:
         memory, precision = self.max_memory, self.probe_precision
-        require(memory is None or memory > 0, f"max_memory={memory} must be a positive number of bytes")
+        if memory is not None and not memory > 0:
+            raise ValueError(f"max_memory={memory} must be a positive number of bytes")
         known = ("auto", *PROBE_PRECISIONS)
-        require(precision in known, f"probe_precision={precision!r} must be one of {known}")
+        if precision not in known:
+            raise ValueError(f"probe_precision={precision!r} must be one of {known}")
 
     def probe_precision_on(self, device: torch.device) -> ProbePrecision:
         """The precision of products with probes.
@@ -99,56 +109,69 @@ class Accounting:
     """How the leakage of each example is accounted for.
 
     Attributes:
-        num_probes: Probes per step and example; None: 3. One suffices for long runs, with conservative errors.
-        rel_error: Target for the relative standard error of the median example's FIL at the end (for tr I and the MSE
-            bound it is twice as large). Probes and skipped steps are chosen during the run, at the lowest cost.
-        track: What to keep besides the trace: "diagonal" for attributes, "fim" for the spectral norm, "plis" for the
-            derivative of the privacy loss. All sum by coordinate, so data sets that augment at random are refused.
-        questions: By name, what an attacker wants to know about every example (:mod:`torchfil.questions`); read with
-            ``engine.get_guess(name)``.
+        num_probes: Probes per step and example; None: 3. One suffices for long runs, with
+            conservative errors.
+        rel_error: Target for the relative standard error of the median example's FIL at the end
+            (for tr I and the MSE bound it is twice as large). Probes and skipped steps are chosen
+            during the run, at the lowest cost.
+        track: What to keep besides the trace: "diagonal" for attributes, "fim" for the spectral
+            norm, "plis" for the derivative of the privacy loss. All sum by coordinate, so data sets
+            that augment at random are refused.
+        questions: By name, what an attacker wants to know about every example
+            (:mod:`torchfil.questions`); read with ``engine.get_guess(name)``.
         estimator: "weight-probes" or "exact".
-        fil_rate: The probability of measuring a step (which is then weighted by its inverse), in (0, 1]. For long runs:
-            if few participations of an example are measured, its own number is mostly chance.
-        epochs: With ``rel_error``, the planned number of passes over the data. None: at any time at least eight more
-            are expected, so a shorter run ends above the target.
-        amplification: What the attacker does not know about the batches: "poisson" (exact; the default with Poisson
-            sampling), "none" (the default without), or an object with ``factors(rho, q, sigma)`` and
-            ``secret_batches``.
-        norm_refresh: How often, in steps, to compute every example's gradient norm for ``get_individual_epsilon`` and
-            ``get_reconstruction_robustness``. Recommended if you read these, with Poisson sampling (without it, only an
-            example's own steps count); costs one pass over the data each time, after the update and without dropout.
-        seed: The seed of the probes; None: derived from torch's seed without drawing from its stream.
-        max_ledger_memory: The largest ledger, in bytes; a larger one is refused until you raise this.
+        fil_rate: The probability of measuring a step (which is then weighted by its inverse), in
+            (0, 1]. For long runs: if few participations of an example are measured, its own number
+            is mostly chance.
+        epochs: With ``rel_error``, the planned number of passes over the data. None: at any time at
+            least eight more are expected, so a shorter run ends above the target.
+        amplification: What the attacker does not know about the batches: "poisson" (exact; the
+            default with Poisson sampling), "none" (the default without), or an object with
+            ``factors(rho, q, sigma)`` and ``secret_batches``.
+        norm_refresh: How often, in steps, to compute every example's gradient norm for
+            ``get_individual_epsilon`` and ``get_reconstruction_robustness``. Recommended if you
+            read these, with Poisson sampling (without it, only an example's own steps count); costs
+            one pass over the data each time, after the update and without dropout.
+        seed: The seed of the probes; None: derived from torch's seed without drawing from its
+            stream.
+        max_ledger_memory: The largest ledger, in bytes; a larger one is refused until you raise
+            this.
         execution: How the passes run.
-        extra_probes: This many probes, instead of ``num_probes``, measure the few examples of each batch that decide
-            the lower end for all examples together (one in 64: those that leaked most so far, and those that suddenly
-            leak), in a separate small pass. In the first 16 passes over the data, when most is learned, half as many
-            measure everybody. For long runs with one probe; 0: nobody.
-        views: Augmentation multiplicity: a function that maps x [batch, …] to K views of each example, [batch, K, …],
-            or K if batches hold K views each. The mean gradient over an example's views is clipped once. Needs
-            ``criterion``, the loss of single views. See :mod:`torchfil.engine.rows`.
-        owner_of: Who owns which row, if a person has several: the owner of every row, [rows]; the name or position of
-            the owners in a batch, which the loop then does not see; or a function from a batch to its owners. How many
-            rows a person has counts as public.
-        rows_per_owner: The largest number of rows that a drawn owner brings, drawn anew each time; the choice counts as
-            known to the attacker. None: all of its rows.
-        row_reduction: "mean" or "sum": how the gradients of an owner's rows become one, which is clipped once.
-        unit: With ``owner_of``, whose privacy is accounted for. "owner": Poisson sampling draws owners, and ε, Fisher
-            information and questions are about whole persons. "row": rows are drawn and clipped one by one, and
-            readings with ``by="owner"`` say what that means for a person.
+        extra_probes: This many probes, instead of ``num_probes``, measure the few examples of each
+            batch that decide the lower end for all examples together (one in 64: those that leaked
+            most so far, and those that suddenly leak), in a separate small pass. In the first 16
+            passes over the data, when most is learned, half as many measure everybody. For long
+            runs with one probe; 0: nobody.
+        views: Augmentation multiplicity: a function that maps x [batch, …] to K views of each
+            example, [batch, K, …], or K if batches hold K views each. The mean gradient over an
+            example's views is clipped once. Needs ``criterion``, the loss of single views. See
+            :mod:`torchfil.engine.rows`.
+        owner_of: Who owns which row, if a person has several: the owner of every row, [rows]; the
+            name or position of the owners in a batch, which the loop then does not see; or a
+            function from a batch to its owners. How many rows a person has counts as public.
+        rows_per_owner: The largest number of rows that a drawn owner brings, drawn anew each time;
+            the choice counts as known to the attacker. None: all of its rows.
+        row_reduction: "mean" or "sum": how the gradients of an owner's rows become one, which is
+            clipped once.
+        unit: With ``owner_of``, whose privacy is accounted for. "owner": Poisson sampling draws
+            owners, and ε, Fisher information and questions are about whole persons. "row": rows are
+            drawn and clipped one by one, and readings with ``by="owner"`` say what that means for a
+            person.
         unit_names: What reports call an owner and a row, for example ("patient", "visit").
-        accumulation_steps: How many batches the loop accumulates before each ``optimizer.step()`` with Poisson
-            sampling: they are then parts of one draw at that many times the rate. Without Poisson sampling any number
-            may be accumulated, and this stays 1.
-        sample_rate: q, the probability with which Poisson sampling draws an example for a batch; a pass then has ⌊1/q⌋
-            batches. None: 1 / (the number of batches of the loader).
-        expected_batch_size: What the noisy sum of a batch, of all ranks together, is divided by with
-            ``loss_reduction="mean"``. None: ⌊n q⌋. Both defaults depend on the number n of examples, which ε takes as
-            public; set both to constants chosen without the data if n must stay hidden.
-        canaries: Examples made for an audit, which join the run (:class:`torchfil.Canaries`); read with
-            ``engine.audit(delta=…)``. They are in no table of people, and cost some accuracy and time.
-        clip_weights: ω in (0, 1] of every example; its clipped gradient is multiplied by ω. None: 1. Held fixed in all
-            bounds, see :meth:`FILPrivacyEngine.make_private`.
+        accumulation_steps: How many batches the loop accumulates before each ``optimizer.step()``
+            with Poisson sampling: they are then parts of one draw at that many times the rate.
+            Without Poisson sampling any number may be accumulated, and this stays 1.
+        sample_rate: q, the probability with which Poisson sampling draws an example for a batch; a
+            pass then has ⌊1/q⌋ batches. None: 1 / (the number of batches of the loader).
+        expected_batch_size: What the noisy sum of a batch, of all ranks together, is divided by
+            with ``loss_reduction="mean"``. None: ⌊n q⌋. Both defaults depend on the number n of
+            examples, which ε takes as public; set both to constants chosen without the data if n
+            must stay hidden.
+        canaries: Examples made for an audit, which join the run (:class:`torchfil.Canaries`); read
+            with ``engine.audit(delta=…)``. They are in no table of people, and cost some accuracy
+            and time.
+        clip_weights: ω in (0, 1] of every example; its clipped gradient is multiplied by ω. None:
+            1. Held fixed in all bounds, see :meth:`FILPrivacyEngine.make_private`.
 
     Example:
         >>> Accounting(num_probes=1, track=("diagonal",)).needs.quantities
@@ -181,45 +204,78 @@ class Accounting:
     clip_weights: ClipWeights | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "track", (self.track,) if isinstance(self.track, str) else tuple(self.track))
+        object.__setattr__(
+            self, "track", (self.track,) if isinstance(self.track, str) else tuple(self.track)
+        )
         object.__setattr__(self, "questions", check_questions(self.questions))
         for name in ("num_probes", "norm_refresh", "accumulation_steps", "rows_per_owner"):
             value = getattr(self, name)
-            require(value is None or value >= 1, f"{name}={value} must be at least 1")
-        for name, meaning in (("fil_rate", "measuring a step"), ("sample_rate", "drawing an example")):
+            if value is not None and not value >= 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        for name, meaning in (
+            ("fil_rate", "measuring a step"),
+            ("sample_rate", "drawing an example"),
+        ):
             value = getattr(self, name)
-            require(value is None or 0 < value <= 1, f"{name}={value} must lie in (0, 1]: the probability of {meaning}")
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{name}={value} must lie in (0, 1]: the probability of {meaning}")
         for name in ("epochs", "expected_batch_size"):
             value = getattr(self, name)
-            require(value is None or 0 < value < float("inf"), f"{name}={value} must be positive and finite")
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value} must be positive and finite")
 
         # what must fit together
         for name, values in (("unit", ("owner", "row")), ("row_reduction", ("mean", "sum"))):
             value = getattr(self, name)
-            require(value in values, f"{name}={value!r} must be one of {values}")
+            if value not in values:
+                raise ValueError(f"{name}={value!r} must be one of {values}")
         unit_of({"unit_names": self.unit_names})
         about_rows = (self.rows_per_owner, self.row_reduction, self.unit)
-        known = self.owner_of is not None or about_rows == (None, "mean", "owner")
-        require(known, "rows_per_owner, row_reduction and unit need owner_of=, which says whose rows they are")
-        both = "views= and owner_of= both give an example several rows; make the views in the data set, as more rows"
-        require(self.views is None or self.owner_of is None, both)
+        if self.owner_of is None and about_rows != (None, "mean", "owner"):
+            raise ValueError(
+                "rows_per_owner, row_reduction and unit need owner_of=, which says whose rows "
+                "they are"
+            )
+        if self.views is not None and self.owner_of is not None:
+            raise ValueError(
+                "views= and owner_of= both give an example several rows; make the views in the "
+                "data set, as more rows"
+            )
         if self.amplification is not None:
             get_amplification(self.amplification)
         check_estimator(self.estimator)
         by_probes = self.estimator != EXACT
         matrix = "matrix" in self.needs.quantities and by_probes
-        require(not matrix or self.num_probes != 1, "track=('fim',) from probes needs num_probes of at least 2")
+        if matrix and self.num_probes == 1:
+            raise ValueError("track=('fim',) from probes needs num_probes of at least 2")
         if self.rel_error is not None:
-            given, steered = f"rel_error={self.rel_error}", self.num_probes is None and self.fil_rate == 1
+            given, steered = (
+                f"rel_error={self.rel_error}",
+                self.num_probes is None and self.fil_rate == 1,
+            )
             left_out = f"num_probes={self.num_probes} and fil_rate={self.fil_rate}"
-            require(0 < self.rel_error < 1, f"{given} must lie strictly between 0 and 1; 0.05 means 5 %")
-            require(steered, f"{given} chooses the probes and the share of steps itself; leave out {left_out}")
-            require(by_probes, f"{given} needs estimator='weight-probes', not {self.estimator!r}")
+            if not 0 < self.rel_error < 1:
+                raise ValueError(f"{given} must lie strictly between 0 and 1; 0.05 means 5 %")
+            if not steered:
+                raise ValueError(
+                    f"{given} chooses the probes and the share of steps itself; leave out "
+                    f"{left_out}"
+                )
+            if not by_probes:
+                raise ValueError(f"{given} needs estimator='weight-probes', not {self.estimator!r}")
         if self.extra_probes:
-            given, fewest = f"extra_probes={self.extra_probes}", 1 + (self.num_probes or _USUAL_PROBES)
-            require(self.extra_probes >= fewest, f"{given} must be 0, or more than num_probes: at least {fewest}")
-            require(not self.skips_steps, f"{given} skips no step: leave out rel_error and fil_rate, or extra_probes")
-            require(by_probes, f"{given} needs estimator='weight-probes', not {self.estimator!r}")
+            given, fewest = (
+                f"extra_probes={self.extra_probes}",
+                1 + (self.num_probes or _USUAL_PROBES),
+            )
+            if not self.extra_probes >= fewest:
+                raise ValueError(f"{given} must be 0, or more than num_probes: at least {fewest}")
+            if self.skips_steps:
+                raise ValueError(
+                    f"{given} skips no step: leave out rel_error and fil_rate, or extra_probes"
+                )
+            if not by_probes:
+                raise ValueError(f"{given} needs estimator='weight-probes', not {self.estimator!r}")
 
     @property
     def by_owner(self) -> bool:
@@ -234,7 +290,10 @@ class Accounting:
     @property
     def asked(self) -> dict[str, QuestionSpec]:
         """What the ledger needs to know about the questions, by name."""
-        return {name: QuestionSpec(q.answers, q.complete, isinstance(q, Absent)) for name, q in self.questions.items()}
+        return {
+            name: QuestionSpec(q.answers, q.complete, isinstance(q, Absent))
+            for name, q in self.questions.items()
+        }
 
     @property
     def exact(self) -> bool:
@@ -249,20 +308,30 @@ class Accounting:
     def pace(self) -> Pace:
         """The pace to begin with."""
         if self.rel_error is not None:
-            return Pace.steered(2 * self.rel_error, self.epochs)  # η̄ ∝ sqrt(tr I): half of tr I's relative error
+            # η̄ ∝ sqrt(tr I): half of tr I's relative error
+            return Pace.steered(2 * self.rel_error, self.epochs)
         return Pace(_USUAL_PROBES if self.num_probes is None else self.num_probes, self.fil_rate)
 
     def probe_seed(self) -> int:
-        """The seed of the probes; run files keep it, and torch's own seed cannot be found from it."""
+        """The seed of the probes.
+
+        Run files keep it, and torch's own seed cannot be found from it.
+        """
         return derived_seed(torch.initial_seed(), "probes") if self.seed is None else self.seed
 
     def amplification_for(self, *, poisson_sampling: bool) -> Amplification:
-        """The chosen amplification; by default the exact factors with Poisson sampling, and none without."""
+        """The chosen amplification.
+
+        By default the exact factors with Poisson sampling, and none without.
+        """
         if self.amplification is None:
             return get_amplification("poisson" if poisson_sampling else "none")
         chosen = get_amplification(self.amplification)
-        secret = f"amplification={self.amplification!r} needs poisson_sampling=True, batches drawn at random"
-        require(poisson_sampling or not chosen.secret_batches, f"{secret}. Use 'none' for passes over shuffled data.")
+        if not poisson_sampling and chosen.secret_batches:
+            raise ValueError(
+                f"amplification={self.amplification!r} needs poisson_sampling=True, batches drawn "
+                "at random. Use 'none' for passes over shuffled data."
+            )
         return chosen
 
 
@@ -279,7 +348,8 @@ class RunOptions:
         private: What is private; None: see :meth:`FILPrivacyEngine.make_private`.
         loss_reduction: "mean" or "sum".
         batch_to_inputs: Maps a batch to (inputs, targets).
-        shares: C_l/‖C‖ by parameter name, if each parameter's gradient is clipped separately; else None.
+        shares: C_l/‖C‖ by parameter name, if each parameter's gradient is clipped separately; else
+            None.
         default_noise: Whether σ is the default, because none was given.
     """
 
@@ -295,17 +365,30 @@ class RunOptions:
     default_noise: bool = False
 
     def __post_init__(self) -> None:
-        rate, steps, reduction = self.sample_rate, self.accounting.accumulation_steps, self.loss_reduction
-        more = f"accumulation_steps={steps} batches hold more than the data set; accumulate fewer"
-        require(rate is None or rate <= 1, more)
-        require(reduction in ("mean", "sum"), f"loss_reduction={reduction!r} must be 'mean' or 'sum'")
-        larger = f"clip={self.clip.name!r} lets gradients exceed max_grad_norm by a factor of {self.clip.norm_bound:g}"
-        require(self.clip.calibrated, f"{larger}, so ε would be too small. Use a calibrated clip: 'smooth' or 'gelu'.")
+        rate, steps, reduction = (
+            self.sample_rate,
+            self.accounting.accumulation_steps,
+            self.loss_reduction,
+        )
+        if rate is not None and not rate <= 1:
+            raise ValueError(
+                f"accumulation_steps={steps} batches hold more than the data set; accumulate fewer"
+            )
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction={reduction!r} must be 'mean' or 'sum'")
+        if not self.clip.calibrated:
+            raise ValueError(
+                f"clip={self.clip.name!r} lets gradients exceed max_grad_norm by a factor of "
+                f"{self.clip.norm_bound:g}, so ε would be too small. Use a calibrated clip: "
+                "'smooth' or 'gelu'."
+            )
 
     def mechanism(self, noise_multiplier: float, max_grad_norm: float) -> Mechanism:
         """A step with that noise and threshold; σ may be 0."""
         how = (self.clip, self.amplification, self.sample_rate)
-        return Mechanism.build(max_grad_norm, noise_multiplier, *how, shares=self.shares, allow_zero_noise=True)
+        return Mechanism.build(
+            max_grad_norm, noise_multiplier, *how, shares=self.shares, allow_zero_noise=True
+        )
 
 
 def take_options(
@@ -317,14 +400,16 @@ def take_options(
         TypeError: The loader is not torch's own.
 
     Example:
-        >>> accounting, others = take_options(None, {"num_probes": 2, "clip": "hard"}, DataLoader([]))
+        >>> accounting, others = take_options(
+        ...     None, {"num_probes": 2, "clip": "hard"}, DataLoader([])
+        ... )
         >>> accounting.num_probes, others
         (2, {'clip': 'hard'})
     """
     if not isinstance(data_loader, DataLoader):
         raise TypeError(
-            f"data_loader must be torch's own DataLoader. Got {type(data_loader).__name__}. Pass the plain "
-            "DataLoader, before Fabric or WebDataset wraps it; for arrays, "
+            f"data_loader must be torch's own DataLoader. Got {type(data_loader).__name__}. Pass "
+            "the plain DataLoader, before Fabric or WebDataset wraps it; for arrays, "
             "DataLoader(TensorDataset(x, y), batch_size=64)."
         )
     own = {each.name: options[each.name] for each in fields(Accounting) if each.name in options}
@@ -333,7 +418,9 @@ def take_options(
 
 
 def refuse_unknown(unknown: Mapping[str, object], method: Callable[..., object]) -> None:
-    """Raise a TypeError for the first of these options, which are neither the accounting's nor the method's."""
+    """Raise a TypeError for the first of these options, which are neither the accounting's nor the
+    method's.
+    """
     for name in unknown:
         known = [*inspect.signature(method).parameters, *(each.name for each in fields(Accounting))]
         raise TypeError(f"Unknown option {name!r}{nearest(name, known)}")
@@ -348,30 +435,58 @@ def check_modes(
     batch_first: bool,
     wrap_model: bool,
 ) -> str:
-    """The mode to use, "auto" or "hooks"; raise for options whose release the accounting would not describe."""
-    adaptive = "'adaptive' adapts C by counting factors below 1, and a smooth clip has only such factors"
-    require(clipping in ("flat", "per_layer"), f"clipping={clipping!r} must be 'flat' or 'per_layer'; {adaptive}")
-    known = "must be 'auto' or 'ghost', which support sharded weights as well, or 'hooks'"
-    require(grad_sample_mode in ("auto", "ghost", *_HOOKS), f"grad_sample_mode={grad_sample_mode!r} {known}")
+    """The mode to use, "auto" or "hooks".
+
+    Raise for options whose release the accounting would not describe.
+    """
+    if clipping not in ("flat", "per_layer"):
+        raise ValueError(
+            f"clipping={clipping!r} must be 'flat' or 'per_layer'; 'adaptive' adapts C by "
+            "counting factors below 1, and a smooth clip has only such factors"
+        )
+    if grad_sample_mode not in ("auto", "ghost", *_HOOKS):
+        raise ValueError(
+            f"grad_sample_mode={grad_sample_mode!r} must be 'auto' or 'ghost', which support "
+            "sharded weights as well, or 'hooks'"
+        )
     mode = "hooks" if grad_sample_mode in _HOOKS or not wrap_model else "auto"
 
     # Hooks form one gradient for each row or view, not for each example, and of all weights.
-    recorded, several = mode == "auto" and batch_first, accounting.views is not None or accounting.by_owner
+    recorded, several = (
+        mode == "auto" and batch_first,
+        accounting.views is not None or accounting.by_owner,
+    )
     for name, given in (("owner_of= or views=", several), ("a sharded model", is_sharded(module))):
-        require(recorded or not given, f"{name} needs grad_sample_mode='auto', wrap_model=True and batch_first=True")
+        if not recorded and given:
+            raise ValueError(
+                f"{name} needs grad_sample_mode='auto', wrap_model=True and batch_first=True"
+            )
 
     # Opacus's hooks give the padding row a gradient that torch does not.
-    embeddings = [(name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding)]
-    padded = [name for name, part in embeddings if part.padding_idx is not None and part.weight.requires_grad]
-    differs = f"the embeddings {padded} have a padding_idx, which Opacus does not leave out of the gradient"
-    require(not padded or mode == "auto", f"{differs}: use grad_sample_mode='auto', or set padding_idx = None")
+    embeddings = [
+        (name, part) for name, part in module.named_modules() if isinstance(part, nn.Embedding)
+    ]
+    padded = [
+        name
+        for name, part in embeddings
+        if part.padding_idx is not None and part.weight.requires_grad
+    ]
+    if padded and mode != "auto":
+        raise ValueError(
+            f"the embeddings {padded} have a padding_idx, which Opacus does not leave out of the "
+            "gradient: use grad_sample_mode='auto', or set padding_idx = None"
+        )
     return mode
 
 
 def thresholds(
-    clipping: str, max_grad_norm: float | Sequence[float], module: nn.Module, optimizer: optim.Optimizer
+    clipping: str,
+    max_grad_norm: float | Sequence[float],
+    module: nn.Module,
+    optimizer: optim.Optimizer,
 ) -> tuple[float, dict[str, float] | None]:
-    """‖C‖, and C_l/‖C‖ by the trainable parameters' names, None for one threshold on the whole gradient.
+    """‖C‖, and C_l/‖C‖ by the trainable parameters' names, None for one threshold on the whole
+    gradient.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -380,14 +495,24 @@ def thresholds(
     """
     several = not isinstance(max_grad_norm, (int, float))
     if clipping != "per_layer":
-        require(not several, f"max_grad_norm={max_grad_norm} has several numbers: pass clipping='per_layer' with them")
+        if several:
+            raise ValueError(
+                f"max_grad_norm={max_grad_norm} has several numbers: pass clipping='per_layer' "
+                "with them"
+            )
         return float(max_grad_norm), None  # type: ignore[arg-type]
     names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
-    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+    order = [
+        names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names
+    ]
     limits = [float(limit) for limit in max_grad_norm] if several else []  # type: ignore[union-attr]
-    needed = f"a list of {len(order)} numbers, one for each of {order} ([C / {len(order)} ** 0.5] * {len(order)})"
-    require(len(limits) == len(order), f"clipping='per_layer' needs max_grad_norm as {needed}, got {max_grad_norm}")
-    require(all(0 < limit < math.inf for limit in limits), f"max_grad_norm={limits} must all be positive and finite")
+    if len(limits) != len(order):
+        raise ValueError(
+            f"clipping='per_layer' needs max_grad_norm as a list of {len(order)} numbers, one for "
+            f"each of {order} ([C / {len(order)} ** 0.5] * {len(order)}), got {max_grad_norm}"
+        )
+    if not all(0 < limit < math.inf for limit in limits):
+        raise ValueError(f"max_grad_norm={limits} must all be positive and finite")
 
     norm = math.hypot(*limits)
     by_name = {name: limit / norm for name, limit in zip(order, limits, strict=True)}
@@ -395,17 +520,26 @@ def thresholds(
 
 
 def _check_optimizer(module: nn.Module, optimizer: optim.Optimizer) -> None:
-    """Raise unless the optimizer takes one gradient per step, of the module's trainable parameters and no others."""
+    """Raise unless the optimizer takes one gradient per step, of the module's trainable parameters
+    and no others.
+    """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
-    several = f"{type(optimizer).__name__} evaluates the loss several times in one step (its step() needs a closure)"
-    single = closure is None or closure.default is not inspect.Parameter.empty
-    require(single, f"{several}, and ε counts one. Use an optimizer that takes one gradient per step, such as Adam.")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} evaluates the loss several times in one step (its step() "
+            "needs a closure), and ε counts one. Use an optimizer that takes one gradient per "
+            "step, such as Adam."
+        )
     own = {id(p) for p in module.parameters()}
     given = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in given]
     foreign, lacking = len(given - own), f"lacks {len(left)} trainable ones ({left[:5]})"
-    differ = f"Module parameters are different than optimizer Parameters: it has {foreign} foreign ones, and {lacking}"
-    require(not (given - own or left), f"{differ}. Make it after layers were replaced, and freeze what is not trained.")
+    if given - own or left:
+        raise ValueError(
+            f"Module parameters are different than optimizer Parameters: it has {foreign} foreign "
+            f"ones, and {lacking}. Make it after layers were replaced, and freeze what is not "
+            "trained."
+        )
 
 
 def run_options(
@@ -419,58 +553,94 @@ def run_options(
     poisson_sampling: bool,
     **options: Any,
 ) -> RunOptions:
-    """Everything fixed for the run, checked; the sampling rate is added when the loader is prepared."""
-    hooked = isinstance(module, AbstractGradSampleModule) or hasattr(module, "autograd_grad_sample_hooks")
-    private = "the model is already private (make_private was called on it); pass the plain module, or its _module"
-    require(not hooked and module not in in_training, private)
+    """Everything fixed for the run, checked.
+
+    The sampling rate is added when the loader is prepared.
+    """
+    hooked = isinstance(module, AbstractGradSampleModule) or hasattr(
+        module, "autograd_grad_sample_hooks"
+    )
+    if not (not hooked and module not in in_training):
+        raise ValueError(
+            "the model is already private (make_private was called on it); pass the plain module, "
+            "or its _module"
+        )
     _check_optimizer(module, optimizer)
 
     # how batches are drawn, which ε and the amplification rest on
     rate = accounting.sample_rate
-    fixed = f"sample_rate={rate} is the rate of Poisson sampling, and poisson_sampling=False: leave one of them out"
-    require(rate is None or poisson_sampling, fixed)
+    if rate is not None and not poisson_sampling:
+        raise ValueError(
+            f"sample_rate={rate} is the rate of Poisson sampling, and poisson_sampling=False: "
+            "leave one of them out"
+        )
     parts = accounting.accumulation_steps
-    accumulated = f"accumulation_steps={parts} is for Poisson sampling in grad_sample_mode='auto'; without Poisson"
-    divisible = parts == 1 or (mode == "auto" and poisson_sampling)
-    require(divisible, f"{accumulated} sampling leave it out: any number of batches may be accumulated")
+    if not (parts == 1 or (mode == "auto" and poisson_sampling)):
+        raise ValueError(
+            f"accumulation_steps={parts} is for Poisson sampling in grad_sample_mode='auto'; "
+            "without Poisson sampling leave it out: any number of batches may be accumulated"
+        )
     amplification = accounting.amplification_for(poisson_sampling=poisson_sampling)
     max_memory = accounting.execution.memory_on(next(module.parameters()).device)
     if is_stream(data_loader):
         _check_stream(data_loader, accounting, id_of, poisson_sampling=poisson_sampling)
     else:
         check_sampler(data_loader, poisson_sampling=poisson_sampling)
-        check_reads_alike(data_loader, accounting.track, options["private"], options["batch_to_inputs"])
-    return RunOptions(accounting, amplification=amplification, sample_rate=None, max_memory=max_memory, **options)
+        check_reads_alike(
+            data_loader, accounting.track, options["private"], options["batch_to_inputs"]
+        )
+    return RunOptions(
+        accounting, amplification=amplification, sample_rate=None, max_memory=max_memory, **options
+    )
 
 
-def _check_stream(loader: DataLoader[object], accounting: Accounting, id_of: IdOf, *, poisson_sampling: bool) -> None:
+def _check_stream(
+    loader: DataLoader[object], accounting: Accounting, id_of: IdOf, *, poisson_sampling: bool
+) -> None:
     """Raise for streams that cannot be accounted for."""
-    stream = f"{type(loader.dataset).__name__} is a stream, from which no example can be drawn at random"
-    require(not poisson_sampling, f"{stream}. Pass poisson_sampling=False and id_of=, or data with numbered examples.")
-    named = "put an id into every example, and pass its name or place in a batch, or a function from a batch to its ids"
-    identified = callable(id_of) or isinstance(id_of, str | int)
-    require(identified, f"id_of={id_of!r} does not identify the examples in a stream: {named}")
-    require(loader.batch_size is not None, "the loader has batch_size=None: give DataLoader(stream, batch_size=…)")
+    if poisson_sampling:
+        raise ValueError(
+            f"{type(loader.dataset).__name__} is a stream, from which no example can be drawn at "
+            "random. Pass poisson_sampling=False and id_of=, or data with numbered examples."
+        )
+    if not callable(id_of) and not isinstance(id_of, str | int):
+        raise ValueError(
+            f"id_of={id_of!r} does not identify the examples in a stream: put an id into every "
+            "example, and pass its name or place in a batch, or a function from a batch to its "
+            "ids"
+        )
+    if loader.batch_size is None:
+        raise ValueError("the loader has batch_size=None: give DataLoader(stream, batch_size=…)")
 
     # options that need all examples before they have arrived
     unknown = {
         "clip_weights": "who will come is not known",
         "rel_error": "the number of passes is unknown; set num_probes= and fil_rate= instead",
-        "norm_refresh": "examples cannot be read again; only an example's own steps count, so it is not needed",
-        "rows_per_owner": "an owner's other rows are not known; leave rows out in the stream itself",
+        "norm_refresh": "examples cannot be read again; only an example's own steps count, so it "
+        "is not needed",
+        "rows_per_owner": "an owner's other rows are not known; leave rows out in the stream "
+        "itself",
     }
-    by_coordinate = [quantity.name for quantity in tracked(tuple(accounting.track)) if quantity.by_coordinate]
-    rows = f"track={tuple(by_coordinate)} sums by coordinate, and a stream does not number the rows of an owner"
-    require(not (by_coordinate and accounting.by_owner), f"{rows}. Track the trace only.")
+    by_coordinate = [
+        quantity.name for quantity in tracked(tuple(accounting.track)) if quantity.by_coordinate
+    ]
+    if by_coordinate and accounting.by_owner:
+        raise ValueError(
+            f"track={tuple(by_coordinate)} sums by coordinate, and a stream does not number the "
+            "rows of an owner. Track the trace only."
+        )
     for option, reason in unknown.items():
         given = getattr(accounting, option)
-        require(given is None, f"{option}={given!r} cannot be used with a stream: {reason}")
+        if given is not None:
+            raise ValueError(f"{option}={given!r} cannot be used with a stream: {reason}")
 
 
 def with_owners(
     accounting: Accounting, id_of: IdOf, loader: DataLoader[object], *, poisson_sampling: bool
 ) -> tuple[Accounting, IdOf]:
-    """How to account for owners: they are drawn at the rate of the loader's rows, or named in a stream's batches."""
+    """How to account for owners: they are drawn at the rate of the loader's rows, or named in a
+    stream's batches.
+    """
     if is_stream(loader):
         return accounting, accounting.owner_of
     rate = accounting.sample_rate or (1 / len(loader) if poisson_sampling else None)
@@ -478,16 +648,24 @@ def with_owners(
 
 
 def with_rate(options: RunOptions, prepared: DataLoader[object]) -> RunOptions:
-    """Add the rate of Poisson sampling, at which the loader draws from now on; unchanged if it draws otherwise.
+    """Add the rate of Poisson sampling, at which the loader draws from now on.
+
+    Unchanged if it draws otherwise.
 
     With a given rate q a pass has ⌊1/q⌋ batches.
     """
     sampler, given = prepared.batch_sampler, options.accounting.sample_rate
-    if not isinstance(sampler, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler):
+    if not isinstance(
+        sampler, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler
+    ):
         return options
     if given is not None:
-        vars(sampler).update(dict.fromkeys(("steps", "num_batches"), int(1 / given + 1e-9)), sample_rate=given)
-    return replace(options, sample_rate=options.accounting.accumulation_steps * float(sampler.sample_rate))
+        vars(sampler).update(
+            dict.fromkeys(("steps", "num_batches"), int(1 / given + 1e-9)), sample_rate=given
+        )
+    return replace(
+        options, sample_rate=options.accounting.accumulation_steps * float(sampler.sample_rate)
+    )
 
 
 def example_ids(dataset: Any, id_of: Any) -> ExampleIds:
@@ -499,7 +677,8 @@ def example_ids(dataset: Any, id_of: Any) -> ExampleIds:
 def rate_and_batch_size(
     loader: DataLoader[object], ids: ExampleIds, ranks: Ranks | None, divisor: float | None
 ) -> tuple[float, int, float]:
-    """The accountant's sampling rate, the mean size of all ranks' batches together, and one rank's divisor.
+    """The accountant's sampling rate, the mean size of all ranks' batches together, and one rank's
+    divisor.
 
     As in Opacus, the divisor is that mean size if none is given.
     """

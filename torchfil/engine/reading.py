@@ -1,17 +1,21 @@
-"""What the engine's readings compute: individual ε, bounds beyond the ledger's, averages over runs, a summary.
+"""What the engine's readings compute: individual ε, bounds beyond the ledger's, averages over runs,
+a summary.
 
-Each is a function of the run; :class:`torchfil.engine.engine.FILPrivacyEngine` describes them for users.
+Each is a function of the run; :class:`torchfil.engine.engine.FILPrivacyEngine` describes them for
+users.
 
-Individual ε is each example's own RDP, from its own clipped gradient norms. If the sensitivity of a Gaussian mechanism
-to example i is ‖g̃_i‖ ≤ C, a step has for i the RDP of the noise multiplier σC/‖g̃_i‖ (Feldman & Zrnic 2021; Yu et al.
-2022). Norms are rounded up to a grid (:mod:`torchfil.accounting.norms`), so that the numbers are computed once per grid
-value at the end. Between participations the last known norm is used, or C if there is none yet; therefore
-``norm_refresh`` is recommended. Without Poisson sampling batches may be known, and only the steps that used the example
-count. The result is **output-specific** (Yu et al. 2022): the norms depend on what this run released. It is an
-estimate; a guarantee needs a filter (Feldman & Zrnic 2021; Koskela et al. 2023).
+Individual ε is each example's own RDP, from its own clipped gradient norms. If the sensitivity of a
+Gaussian mechanism to example i is ‖g̃_i‖ ≤ C, a step has for i the RDP of the noise multiplier
+σC/‖g̃_i‖ (Feldman & Zrnic 2021; Yu et al. 2022). Norms are rounded up to a grid
+(:mod:`torchfil.accounting.norms`), so that the numbers are computed once per grid value at the end.
+Between participations the last known norm is used, or C if there is none yet; therefore
+``norm_refresh`` is recommended. Without Poisson sampling batches may be known, and only the steps
+that used the example count. The result is **output-specific** (Yu et al. 2022): the norms depend on
+what this run released. It is an estimate; a guarantee needs a filter (Feldman & Zrnic 2021; Koskela
+et al. 2023).
 
-Reconstruction robustness for everybody is a bound on every attacker's chance of success. With an example's own norms,
-‖g̃‖ in place of C, it is an **estimate** for the same reasons.
+Reconstruction robustness for everybody is a bound on every attacker's chance of success. With an
+example's own norms, ‖g̃‖ in place of C, it is an **estimate** for the same reasons.
 """
 
 from __future__ import annotations
@@ -35,14 +39,21 @@ from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.persons import person_rdp
 from torchfil.accounting.rows import first_of_equal
-from torchfil.bounds import Bracket, PopulationBound, Prior, mse_from_rdp, population_mse_bound, replace_one_rdp, rero
+from torchfil.bounds import (
+    Bracket,
+    PopulationBound,
+    Prior,
+    mse_from_rdp,
+    population_mse_bound,
+    replace_one_rdp,
+    rero,
+)
 from torchfil.bounds.reconstruction import success_by_counts
 from torchfil.engine.assembly import PrivateTraining
 from torchfil.engine.run import Run, weights_in_words
 from torchfil.engine.saving.data import fitted_prior
 from torchfil.fisher.results import Estimate
 from torchfil.private import Private
-from torchfil.utils.errors import require
 
 Ids = Iterable[Hashable] | Tensor | None
 Releases = Sequence[tuple[float, float, int]]  # a DP accountant's history: σ, q, how many steps
@@ -54,7 +65,8 @@ def check_delta(delta: float | None, needed_by: str = "") -> None:
     """Raise unless 0 < δ < 1; ``needed_by`` names the method that was called without it."""
     if delta is None:
         raise TypeError(f"{needed_by} needs delta=, e.g. 1e-5.")
-    require(0 < delta < 1, f"delta={delta} must lie strictly between 0 and 1")
+    if not 0 < delta < 1:
+        raise ValueError(f"delta={delta} must lie strictly between 0 and 1")
 
 
 def epsilons(run: Run, accountant: IAccountant, example_ids: Ids, delta: float) -> Estimate:
@@ -70,31 +82,50 @@ def epsilons(run: Run, accountant: IAccountant, example_ids: Ids, delta: float) 
 def fil_of_rows(training: PrivateTraining, leakage: Leakage, row_ids: Ids) -> Estimate:
     """η̄ of single rows of owners, [ids]: sqrt(Σ I_jj/d) over a row's own coordinates.
 
-    The errors of its coordinates count as if all were off together, because they come from the same probes.
+    The errors of its coordinates count as if all were off together, because they come from the same
+    probes.
     """
     run: Any = training.run
     rows = run.row_ids.places(row_ids)
     owners, each = run.owners.of_row[rows].unique(return_inverse=True)
-    diagonal = leakage.get_attribute_fil([run.owners.keys[owner] for owner in owners.tolist()]).source
+    diagonal = leakage.get_attribute_fil(
+        [run.owners.keys[owner] for owner in owners.tolist()]
+    ).source
     assert diagonal is not None  # it is the root of I_jj
-    own = training.passes.examples(owners.tolist())[each].of_rows(run.owners.place[rows]).to(diagonal[0].value.device)
+    own = (
+        training.passes.examples(owners.tolist())[each]
+        .of_rows(run.owners.place[rows])
+        .to(diagonal[0].value.device)
+    )
     parts = diagonal[0].value, diagonal[0].standard_error
     value, error = (torch.where(own, part[each], 0.0).sum(dim=1) for part in parts)
-    return Estimate(value, error, diagonal[0].kind, positive=True).raised(0.5, own.sum(dim=1).clamp(min=1))
+    return Estimate(value, error, diagonal[0].kind, positive=True).raised(
+        0.5, own.sum(dim=1).clamp(min=1)
+    )
 
 
 def robustness(
-    training: PrivateTraining, releases: Releases, example_ids: Ids, prior_success: float | Sequence[float]
+    training: PrivateTraining,
+    releases: Releases,
+    example_ids: Ids,
+    prior_success: float | Sequence[float],
 ) -> Estimate:
-    """The largest success rate of any attacker who guesses the example, [ids] or [ids, priors], from its own norms."""
+    """The largest success rate of any attacker who guesses the example, [ids] or [ids, priors],
+    from its own norms.
+    """
     run = training.run
     prior = torch.as_tensor(prior_success, dtype=torch.float64)
     priors = prior.reshape(-1).tolist()
     rows = run.ids.rows(example_ids)[1]
     ledger, history = run.whole_ledger, run.whole_history
-    if run.options.sample_rate is None and ledger is not None:  # known batches: only the example's own steps
-        noise = min((sigma for sigma, *_ in releases), default=1.0) * float(training.optimizer.max_grad_norm)
-        value = robustness_with_known_batches(ledger.sums["squared_norm"][rows.to(ledger.device)], noise, priors)
+    # known batches: only the example's own steps
+    if run.options.sample_rate is None and ledger is not None:
+        noise = min((sigma for sigma, *_ in releases), default=1.0) * float(
+            training.optimizer.max_grad_norm
+        )
+        value = robustness_with_known_batches(
+            ledger.sums["squared_norm"][rows.to(ledger.device)], noise, priors
+        )
     else:
         value = individual_robustness(history, rows.to(history.device), priors)
         value = value.minimum(everybodys_robustness(releases, priors, tolerance=0.02).high)
@@ -103,7 +134,9 @@ def robustness(
 
 
 def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tensor:
-    """ε_i at δ of these examples, [rows], output-specific, by the RDP accountant's own orders and conversion."""
+    """ε_i at δ of these examples, [rows], output-specific, by the RDP accountant's own orders and
+    conversion.
+    """
     if history.noiseless:
         return torch.full((len(rows),), math.inf, dtype=torch.float64)
     if history.steps == 0:
@@ -114,15 +147,20 @@ def individual_epsilon(history: NormHistory, rows: Tensor, delta: float) -> Tens
     for part in rows[needed].split(_AT_ONCE):
         counts = history.counts_of(part).cpu().double().numpy()
         used = np.flatnonzero(counts.sum(axis=0)).tolist() or [-1]  # any level, if nobody took part
-        per_step = np.stack([_rdp_per_step(history.sample_rate, multipliers[level]) for level in used])
+        per_step = np.stack(
+            [_rdp_per_step(history.sample_rate, multipliers[level]) for level in used]
+        )
         result.append(torch.from_numpy(_epsilon_from_rdp(counts[:, used] @ per_step, delta)))
     return torch.cat(result)[places.cpu()]
 
 
 def spent_epsilon(accountant: IAccountant, delta: float) -> float:
-    """The accountant's ε at δ, bit for bit; for "rdp" what was computed once for q and σ is not computed again.
+    """The accountant's ε at δ, bit for bit.
 
-    At a large δ, Opacus's formulas go below 0, where they mean 0; before the first step, some of them fail.
+    For "rdp" what was computed once for q and σ is not computed again.
+
+    At a large δ, Opacus's formulas go below 0, where they mean 0; before the first step, some of
+    them fail.
     """
     check_delta(delta)
     if not accountant.history:
@@ -130,13 +168,18 @@ def spent_epsilon(accountant: IAccountant, delta: float) -> float:
     if accountant.mechanism() != "rdp":
         epsilon = accountant.get_epsilon(delta)
     else:
-        rdp = sum(_rdp_per_step(float(q), float(sigma)) * steps for sigma, q, steps in accountant.history)
+        rdp = sum(
+            _rdp_per_step(float(q), float(sigma)) * steps for sigma, q, steps in accountant.history
+        )
         epsilon = get_privacy_spent(orders=RDPAccountant.DEFAULT_ALPHAS, rdp=rdp, delta=delta)[0]
     return max(float(epsilon), 0.0)  # in this order, NaN stays NaN
 
 
-def epsilon_over_time(history: Releases, steps: Sequence[float], delta: float, rows: int = 1) -> np.ndarray:
-    """The RDP accountant's ε at δ after each of these numbers of steps, [t], for its history of (σ, q, steps).
+def epsilon_over_time(
+    history: Releases, steps: Sequence[float], delta: float, rows: int = 1
+) -> np.ndarray:
+    """The RDP accountant's ε at δ after each of these numbers of steps, [t], for its history of (σ,
+    q, steps).
 
     It is that of a person with so many rows, drawn and clipped one by one; see :func:`person_rdp`.
     """
@@ -164,12 +207,15 @@ def _rdp_per_step(q: float, noise_multiplier: float, rows: int = 1) -> np.ndarra
 
 
 def everybodys_robustness(
-    releases: Sequence[tuple[float, float, int]], prior_success: Sequence[float], tolerance: float = 1e-3
+    releases: Sequence[tuple[float, float, int]],
+    prior_success: Sequence[float],
+    tolerance: float = 1e-3,
 ) -> Bracket:
-    """The success of any attacker against anybody, [priors], for the accountant's history of (σ, q, steps).
+    """The success of any attacker against anybody, [priors], for the accountant's history of (σ, q,
+    steps).
 
-    With more than 32 different settings, σ is rounded down to steps of 2 %: the upper end stays valid, and the lower
-    end is π₀.
+    With more than 32 different settings, σ is rounded down to steps of 2 %: the upper end stays
+    valid, and the lower end is π₀.
     """
     prior = torch.as_tensor(prior_success, dtype=torch.float64)
     if not releases:
@@ -180,42 +226,61 @@ def everybodys_robustness(
     rounded = len({(float(sigma), float(q)) for sigma, q, _ in releases}) > _MOST_SETTINGS
     if rounded:
         lowest, rates = min(sigmas), [max(rates)] * len(rates)
-        sigmas = [lowest * 1.02 ** math.floor(math.log(sigma / lowest) / math.log(1.02)) for sigma in sigmas]
+        sigmas = [
+            lowest * 1.02 ** math.floor(math.log(sigma / lowest) / math.log(1.02))
+            for sigma in sigmas
+        ]
     found = rero(prior_success, q=rates, noise_multiplier=sigmas, steps=steps, tolerance=tolerance)
     return Bracket(prior, found.high) if rounded else found
 
 
-def individual_robustness(history: NormHistory, rows: Tensor, prior_success: Sequence[float]) -> Tensor:
+def individual_robustness(
+    history: NormHistory, rows: Tensor, prior_success: Sequence[float]
+) -> Tensor:
     """The same from the examples' own norms, rounded up, [rows, priors]; the batches are secret."""
     if history.noiseless:
         return torch.ones(len(rows), len(prior_success), dtype=torch.float64)
     if history.steps == 0 or len(rows) == 0:
         return torch.tensor(prior_success, dtype=torch.float64).expand(len(rows), -1).clone()
     counts = history.counts_of(rows).cpu().numpy()
-    return torch.from_numpy(success_by_counts(prior_success, history.sample_rate, history.multipliers(), counts))
+    return torch.from_numpy(
+        success_by_counts(prior_success, history.sample_rate, history.multipliers(), counts)
+    )
 
 
-def robustness_with_known_batches(squared_norm: Tensor, noise_std: float, prior_success: Sequence[float]) -> Tensor:
-    """Φ(Φ⁻¹(π₀) + sqrt(Σ‖g̃‖²)/s), [rows, priors], for an attacker who knows every batch (two normal laws).
+def robustness_with_known_batches(
+    squared_norm: Tensor, noise_std: float, prior_success: Sequence[float]
+) -> Tensor:
+    """Φ(Φ⁻¹(π₀) + sqrt(Σ‖g̃‖²)/s), [rows, priors], for an attacker who knows every batch (two
+    normal laws).
 
     Args:
         squared_norm: Σ‖g̃‖² over the steps that used the example, [rows].
         noise_std: s = σC, the smallest of the run.
         prior_success: π₀, [priors].
     """
-    distance = squared_norm.double().cpu().numpy()[:, None] ** 0.5 / noise_std if noise_std > 0 else np.inf
+    distance = (
+        squared_norm.double().cpu().numpy()[:, None] ** 0.5 / noise_std if noise_std > 0 else np.inf
+    )
     shifted = special.ndtri(np.asarray(prior_success, dtype=float)) + distance
-    return torch.from_numpy(special.ndtr(np.broadcast_to(shifted, (len(squared_norm), len(prior_success)))))
+    return torch.from_numpy(
+        special.ndtr(np.broadcast_to(shifted, (len(squared_norm), len(prior_success))))
+    )
 
 
 # ------------------------------------------------------------------ bounds and a summary
 
 
-def population_bound(training: PrivateTraining, prior: Prior | tuple[Any, Any] | None) -> PopulationBound:
+def population_bound(
+    training: PrivateTraining, prior: Prior | tuple[Any, Any] | None
+) -> PopulationBound:
     """van Trees: the MSE that no attacker gets below, on average over people."""
     leakage = training.run.leakage
-    remedy = "take those of one length: torchfil.bounds.population_mse_bound(engine.totals.get_trace(ids), d, prior)"
-    require(leakage.ledger.same_coordinates, f"examples have different numbers of private coordinates; {remedy}")
+    if not leakage.ledger.same_coordinates:
+        raise ValueError(
+            "examples have different numbers of private coordinates; take those of one length: "
+            "torchfil.bounds.population_mse_bound(engine.totals.get_trace(ids), d, prior)"
+        )
     trace = leakage.get_trace()
     if prior is None:
         rows, prior = fitted_prior(training.passes)
@@ -223,25 +288,36 @@ def population_bound(training: PrivateTraining, prior: Prior | tuple[Any, Any] |
     elif isinstance(prior, tuple):
         prior = Prior.box(*prior, num_coordinates=leakage.num_coordinates)
     elif not isinstance(prior, Prior):
-        what = f"prior={type(prior).__name__}: a law fitted to values alone ignores what is public"
-        raise TypeError(f"{what}; leave it out, or pass Prior.gaussian(values, known=[labels, …])")
+        raise TypeError(
+            f"prior={type(prior).__name__}: a law fitted to values alone ignores what is public; "
+            "leave it out, or pass Prior.gaussian(values, known=[labels, …])"
+        )
     return population_mse_bound(trace, leakage.num_coordinates, prior)
 
 
 def rdp_bound(releases: Releases, num_coordinates: int, diameters: object, reading: str) -> float:
     """Theorem 1 of Guo et al. 2022, with the run's Rényi divergence."""
-    require(reading in ("replace-one", "paper"), f"reading={reading!r} must be 'replace-one' or 'paper'")
+    if reading not in ("replace-one", "paper"):
+        raise ValueError(f"reading={reading!r} must be 'replace-one' or 'paper'")
 
     def rdp(order: float) -> float:
-        parts = [compute_rdp(q=q, noise_multiplier=sigma, steps=steps, orders=order) for sigma, q, steps in releases]
+        parts = [
+            compute_rdp(q=q, noise_multiplier=sigma, steps=steps, orders=order)
+            for sigma, q, steps in releases
+        ]
         return sum(map(float, parts))
 
     epsilon = replace_one_rdp(rdp) if reading == "replace-one" else rdp(2.0)
-    return mse_from_rdp(epsilon, torch.as_tensor(diameters, dtype=torch.float64).expand(num_coordinates))
+    return mse_from_rdp(
+        epsilon, torch.as_tensor(diameters, dtype=torch.float64).expand(num_coordinates)
+    )
 
 
 def summary(training: PrivateTraining | None, accountant: str) -> list[tuple[str, str]]:
-    """What is known about a run, as (name, text); with several processes, reading it would need all of them."""
+    """What is known about a run, as (name, text).
+
+    With several processes, reading it would need all of them.
+    """
     if training is None:
         return [("accountant", accountant), ("run", "none yet: call make_private")]
     run, optimizer = training.run, training.optimizer
@@ -260,15 +336,24 @@ def summary(training: PrivateTraining | None, accountant: str) -> list[tuple[str
 
 
 def average(runs: Sequence[tuple[PrivateTraining, Releases]]) -> Leakage:
-    """The average over repeated runs with the same mechanism, each given with its accountant's history."""
-    require(bool(runs), "merge needs at least one engine")
-    twice = len({id(training) for training, _ in runs}) < len(runs)
-    require(not twice, "merge got one engine twice: a run agrees with itself, whatever its error; pass different runs")
+    """The average over repeated runs with the same mechanism, each given with its accountant's
+    history.
+    """
+    if not runs:
+        raise ValueError("merge needs at least one engine")
+    if len({id(training) for training, _ in runs}) < len(runs):
+        raise ValueError(
+            "merge got one engine twice: a run agrees with itself, whatever its error; pass "
+            "different runs"
+        )
     mean = Leakage.average([training.run.leakage for training, _ in runs])
     mechanisms = sorted({_mechanism_in_words(*each) for each in runs})
     got = "; ".join(text if len(text) < 500 else f"{text[:500]} …" for text in mechanisms)
-    shared = "noise, clipping (and clip_weights), subsampling, the number of steps and what is private"
-    require(len(mechanisms) == 1, f"runs to average must share {shared}; got {got}")
+    if len(mechanisms) != 1:
+        raise ValueError(
+            "runs to average must share noise, clipping (and clip_weights), subsampling, the "
+            f"number of steps and what is private; got {got}"
+        )
     return mean
 
 
@@ -278,14 +363,18 @@ def _mechanism_in_words(training: PrivateTraining, releases: Releases) -> str:
     steps: Counter[tuple[float, float]] = Counter()
     for sigma, q, count in releases:
         steps[float(sigma), float(q)] += count
-    noise = ", ".join(f"{count} steps of σ = {sigma}, q = {q}" for (sigma, q), count in sorted(steps.items()))
+    noise = ", ".join(
+        f"{count} steps of σ = {sigma}, q = {q}" for (sigma, q), count in sorted(steps.items())
+    )
 
     words = weights_in_words(training.run.clip_weights), training.run.rows_in_words
     limits = optimizer.max_grad_norms or float(optimizer.max_grad_norm)
     clipping = ", ".join([f"C = {limits}, clip {options.clip.name!r}", *filter(None, words)])
 
     # An amplification may be any object, so its factors are compared, not its name.
-    mechanism = options.mechanism(float(optimizer.noise_multiplier) or 1.0, float(optimizer.max_grad_norm))
+    mechanism = options.mechanism(
+        float(optimizer.noise_multiplier) or 1.0, float(optimizer.max_grad_norm)
+    )
     factors = torch.cat(mechanism.weights(mechanism.noise_std * torch.tensor([0.1, 1.0, 10.0])))
     amplification = ", ".join(f"{value:.6g}" for value in factors * mechanism.noise_std**2)
 

@@ -1,16 +1,21 @@
-"""Several rows of one example: the rows of a person, or the views of an example. Their gradient is clipped once.
+"""Several rows of one example: the rows of a person, or the views of an example.
+
+Their gradient is clipped once.
 
 The loss of an example is the mean (or the sum) over its rows,
 
     ℓ_o(w) = (1/|R_o|) Σ_{r ∈ R_o} ℓ(f_w(x_r), y_r),
 
-which is a function of the example like any other. So its gradient is clipped once, released and accounted for exactly.
+which is a function of the example like any other. So its gradient is clipped once, released and
+accounted for exactly.
 
-* **Owners** (``owner_of=``): the loop sees rows, [rows, …], as before. The engine's passes see owners, [batch, K, …],
-  filled up with copies of their first row, which have weight 0 in the loss and no coordinates in z.
-* **Views** (``views=``; De et al. 2022): a function makes K views of every example inside the model, and derivatives
-  pass through them; or the data set draws K views, which are then all private. Random numbers of the views are recorded
-  with the model's masks, and the attacker is assumed to know them.
+* **Owners** (``owner_of=``): the loop sees rows, [rows, …], as before. The engine's passes see
+  owners, [batch, K, …], filled up with copies of their first row, which have weight 0 in the loss
+  and no coordinates in z.
+* **Views** (``views=``; De et al. 2022): a function makes K views of every example inside the
+  model, and derivatives pass through them; or the data set draws K views, which are then all
+  private. Random numbers of the views are recorded with the model's masks, and the attacker is
+  assumed to know them.
 """
 
 from __future__ import annotations
@@ -29,7 +34,6 @@ from torchfil.fisher.models import check_unweighted_mean
 from torchfil.fisher.recording import losses_of
 from torchfil.private import Examples
 from torchfil.private.batches import ROWS
-from torchfil.utils.errors import require
 from torchfil.utils.trees import map_tensors, tensors_of
 
 Views = int | Callable[[Tensor], Tensor]
@@ -37,16 +41,17 @@ _ROWS_OF_A_PASS = 64  # rows of padding that cost about as much as another pass
 
 
 def many_rows(module: nn.Module, views: Views | None = None) -> nn.Module:
-    """The module, which also takes several rows of each example, [batch, K, …], and returns outputs [batch, K, …].
+    """The module, which also takes several rows of each example, [batch, K, …], and returns outputs
+    [batch, K, …].
 
     Both have the same weights, attributes, hooks and children.
 
     Args:
         module: Takes rows, [rows, …].
-        views: A function that maps x [batch, …] to its views, [batch, K, …], with torch functions (its random numbers
-            must have the batch first), or K if batches hold K views each. In training, an example's views are its
-            rows, and other inputs are the same for all. None: an example has several rows if there is the input
-            ``ROWS``.
+        views: A function that maps x [batch, …] to its views, [batch, K, …], with torch functions
+            (its random numbers must have the batch first), or K if batches hold K views each. In
+            training, an example's views are its rows, and other inputs are the same for all. None:
+            an example has several rows if there is the input ``ROWS``.
 
     Example:
         >>> module = many_rows(nn.Linear(3, 2), lambda x: torch.stack([x, x.flip(-1)], dim=1))
@@ -60,16 +65,23 @@ def many_rows(module: nn.Module, views: Views | None = None) -> nn.Module:
         if views is not None and self.training:
             x = views(args[0]) if callable(views) else args[0]
             given = (*args[0].shape[:1], *(() if callable(views) else (views,)))
-            shapes = f"views of shape {tuple(x.shape)} for inputs of shape {tuple(args[0].shape)}"
-            fits = x.ndim >= 2 and x.shape[: len(given)] == given
-            require(fits, f"{shapes}, views={views}: they must be [batch, K, …], with K of at least 1")
-            others = map_tensors(lambda leaf: leaf[:, None].expand(-1, x.shape[1], *leaf.shape[1:]), (args[1:], kwargs))
+            if not (x.ndim >= 2 and x.shape[: len(given)] == given):
+                raise ValueError(
+                    f"views of shape {tuple(x.shape)} for inputs of shape {tuple(args[0].shape)}, "
+                    f"views={views}: they must be [batch, K, …], with K of at least 1"
+                )
+            others = map_tensors(
+                lambda leaf: leaf[:, None].expand(-1, x.shape[1], *leaf.shape[1:]),
+                (args[1:], kwargs),
+            )
             rows, args, kwargs = x, (x, *others[0]), others[1]
         if rows is None:
             return kind.__call__(self, *args, **kwargs)
         args, kwargs = map_tensors(lambda leaf: leaf.flatten(0, 1), (args, kwargs))
         outputs = kind.__call__(self, *args, **kwargs)
-        return map_tensors(lambda leaf: leaf.unflatten(0, rows.shape[:2]) if leaf.ndim else leaf, outputs)
+        return map_tensors(
+            lambda leaf: leaf.unflatten(0, rows.shape[:2]) if leaf.ndim else leaf, outputs
+        )
 
     alias: nn.Module = object.__new__(type(kind.__name__, (kind,), {"__call__": call}))
     object.__setattr__(alias, "__dict__", module.__dict__)
@@ -77,13 +89,15 @@ def many_rows(module: nn.Module, views: Views | None = None) -> nn.Module:
 
 
 class OverRows:
-    """The loss of examples with several rows, [batch, K, …]: the mean or the sum of the rows' losses.
+    """The loss of examples with several rows, [batch, K, …]: the mean or the sum of the rows'
+    losses.
 
     Args:
         criterion: The loss of single rows.
         loss_reduction: "mean" or "sum", over the batch.
         row_reduction: "mean" or "sum", over an example's rows.
-        views: Whether targets are [batch, …], the same for all views; False: (those of each row, ``ROWS``).
+        views: Whether targets are [batch, …], the same for all views; False: (those of each row,
+            ``ROWS``).
 
     Example:
         >>> loss = OverRows(nn.MSELoss(reduction="sum"), "sum", views=True)
@@ -100,11 +114,15 @@ class OverRows:
         views: bool = False,
     ) -> None:
         if criterion is None:
-            raise ValueError("views= needs criterion=, the loss of single views, such as nn.CrossEntropyLoss()")
+            raise ValueError(
+                "views= needs criterion=, the loss of single views, such as nn.CrossEntropyLoss()"
+            )
         check_unweighted_mean(criterion)
         self.criterion, self.views = criterion, views
         self.loss_reduction, self.row_reduction = loss_reduction, row_reduction
-        self._of_row = criterion if isinstance(criterion, IdentifiedLoss) else IdentifiedLoss.of(criterion)
+        self._of_row = (
+            criterion if isinstance(criterion, IdentifiedLoss) else IdentifiedLoss.of(criterion)
+        )
 
     def __call__(self, outputs: object, targets: object) -> Tensor:
         """The batch's loss."""
@@ -116,7 +134,9 @@ class OverRows:
         batch, count = tensors_of(outputs)[0].shape[:2]
         own = torch.ones(batch, count, dtype=torch.bool, device=tensors_of(outputs)[0].device)
         if self.views:
-            targets = map_tensors(lambda leaf: leaf[:, None].expand(-1, count, *leaf.shape[1:]), targets)
+            targets = map_tensors(
+                lambda leaf: leaf[:, None].expand(-1, count, *leaf.shape[1:]), targets
+            )
         else:
             targets, own = targets[0], targets[1] >= 0
         flat = map_tensors(lambda leaf: leaf.flatten(0, 1), (outputs, targets))
@@ -125,7 +145,9 @@ class OverRows:
         return losses / own.sum(dim=1).clamp(min=1) if self.row_reduction == "mean" else losses
 
     def share(self, part: Examples, whole: Examples) -> Tensor:
-        """By what the loss of some rows is multiplied before it is added to that of others, [batch]."""
+        """By what the loss of some rows is multiplied before it is added to that of others,
+        [batch].
+        """
         some, all_rows = ((each.public[1][ROWS] >= 0).sum(dim=1) for each in (part, whole))
         return some / all_rows if self.row_reduction == "mean" else torch.ones_like(some)
 
@@ -149,7 +171,10 @@ class OwnedRows:
 
     @cached_property
     def places(self) -> Tensor:
-        """Which of batch · K places have a row, in order; on the CPU, because a GPU would wait for their number."""
+        """Which of batch · K places have a row, in order.
+
+        On the CPU, because a GPU would wait for their number.
+        """
         return (self.numbers >= 0).flatten().nonzero()[:, 0]
 
     @cached_property
@@ -167,7 +192,9 @@ class OwnedRows:
         return map_tensors(lambda leaf: leaf[self.index.to(leaf.device, non_blocking=True)], tree)
 
     def by_row(self, leaf: Tensor, reduction: str) -> Tensor:
-        """∂ℓ_r of each row, in the order of :attr:`rows`, from ∂ℓ_o of the owners, [batch, K, …]."""
+        """∂ℓ_r of each row, in the order of :attr:`rows`, from ∂ℓ_o of the owners, [batch, K,
+        …].
+        """
         by_row = leaf.flatten(0, 1)[self.places.to(leaf.device, non_blocking=True)]
         if reduction == "sum":
             return by_row
@@ -177,7 +204,9 @@ class OwnedRows:
     def in_order(self, outputs: object) -> Any:
         """Outputs of the owners, [batch, K, …], in the order of the batch's rows."""
         places = self.places[self.rows.argsort()]
-        return map_tensors(lambda leaf: leaf.flatten(0, 1)[places.to(leaf.device, non_blocking=True)], outputs)
+        return map_tensors(
+            lambda leaf: leaf.flatten(0, 1)[places.to(leaf.device, non_blocking=True)], outputs
+        )
 
     def over_rows(self, losses: Tensor, reduction: str) -> Tensor:
         """ℓ_o of the owners, [batch], from ℓ_r of all rows of the batch."""
@@ -187,14 +216,19 @@ class OwnedRows:
 
 
 def rows_by_owner(
-    ids: Sequence[Any], owners: Owners | None, largest: int | None = None, together: int | None = None
+    ids: Sequence[Any],
+    owners: Owners | None,
+    largest: int | None = None,
+    together: int | None = None,
 ) -> list[OwnedRows]:
-    """The rows of a batch by owner, in parts in which owners have about as many rows, so that little is padding.
+    """The rows of a batch by owner, in parts in which owners have about as many rows, so that
+    little is padding.
 
     A few sizes serve all batches: each has to be tried before it is used, and captured on a GPU.
 
     Args:
-        ids: The rows' numbers, one owner after the other; or in a stream their owners' keys, [rows].
+        ids: The rows' numbers, one owner after the other; or in a stream their owners' keys,
+            [rows].
         owners: Who owns which row; None: a stream.
         largest: The largest number of rows that an owner brings; None: not known.
         together: K of a single part for all owners; None: several parts.
@@ -208,16 +242,32 @@ def rows_by_owner(
         names, counts = owners.of_row[rows].unique_consecutive(return_counts=True)
         keys, order = names.tolist(), torch.arange(len(rows))
     starts = counts.cumsum(0) - counts
-    places = torch.arange(len(order)) - starts.repeat_interleave(counts) if owners is None else owners.place[rows]
+    places = (
+        torch.arange(len(order)) - starts.repeat_interleave(counts)
+        if owners is None
+        else owners.place[rows]
+    )
 
     parts: list[OwnedRows] = []
     by_size, sizes = counts.argsort(descending=True, stable=True).tolist(), counts.tolist()
     rooms = [min(_usual_size(sizes[each]), largest or max(sizes)) for each in by_size]
     while by_size:
         room, end = together or rooms[0], len(by_size)
-        saved = ((rooms[0] - rooms[k]) * (end - k) for k in range(1, end))  # rows of padding, by another part from k on
-        count = next((k for k, rows_saved in enumerate(saved, 1) if rows_saved > _ROWS_OF_A_PASS and not together), end)
-        chosen, by_size, rooms = torch.tensor(sorted(by_size[:count])), by_size[count:], rooms[count:]
+        # rows of padding, by another part from k on
+        saved = ((rooms[0] - rooms[k]) * (end - k) for k in range(1, end))
+        count = next(
+            (
+                k
+                for k, rows_saved in enumerate(saved, 1)
+                if rows_saved > _ROWS_OF_A_PASS and not together
+            ),
+            end,
+        )
+        chosen, by_size, rooms = (
+            torch.tensor(sorted(by_size[:count])),
+            by_size[count:],
+            rooms[count:],
+        )
         column = torch.arange(room).expand(count, room)
         own = column < counts[chosen, None]
         place = starts[chosen, None] + column.where(own, 0)

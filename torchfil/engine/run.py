@@ -1,12 +1,14 @@
-"""The state of one training run: the sums of all released batches, and what the next one is measured with.
+"""The state of one training run: the sums of all released batches, and what the next one is
+measured with.
 
 A physical batch is staged before its clipped gradients are added to the sum, and
-booked when the logical batch is released under one draw of noise. A refusal at any point leaves sums and ledger
-unchanged.
+booked when the logical batch is released under one draw of noise. A refusal at any point leaves
+sums and ledger unchanged.
 
 An example may have its own clip threshold: its clipped gradient is multiplied by ω ∈ (0, 1].
-With g̃ = ωφ(‖g‖) g, an example's norm is at most ωC; noise and ε stay those of C, and the example leaks less. ω is held
-fixed in every bound: if the weights were chosen from the data, the bounds do not count what the weights reveal.
+With g̃ = ωφ(‖g‖) g, an example's norm is at most ωC; noise and ε stay those of C, and the example
+leaks less. ω is held fixed in every bound: if the weights were chosen from the data, the bounds do
+not count what the weights reveal.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from torchfil.engine.options import ClipWeights, RunOptions
 from torchfil.engine.rows import OverRows, OwnedRows, rows_by_owner
 from torchfil.fisher.mechanism import largest_divergences
 from torchfil.private import Examples
-from torchfil.utils.errors import put_back_after_errors, require
+from torchfil.utils.errors import put_back_after_errors
 from torchfil.utils.noise import derived_seed
 
 logger = logging.getLogger(__name__)
@@ -81,7 +83,8 @@ class Run:
         seed: The seed of the probes, the same on all ranks.
         accountant: The DP accountant.
         expected_batch: The mean batch size, of all ranks together.
-        ranks: The processes that train together; None: a single one. Each rank has the ledger of what it drew.
+        ranks: The processes that train together; None: a single one. Each rank has the ledger of
+            what it drew.
         owners: Who owns which row, if that is known.
         row_ids: The rows' ids, if the examples are owners.
 
@@ -107,10 +110,13 @@ class Run:
         self.options, self.loss, self.ids = options, loss, ids
         self.owners, self.row_ids = owners, row_ids
         self.device, self.seed, self.ranks = device, seed, ranks
-        self._knows_batches = options.sample_rate is None  # whether an attacker may: they are not Poisson draws
+        # whether an attacker may: they are not Poisson draws
+        self._knows_batches = options.sample_rate is None
 
         # refuse before anything is allocated: too many examples, unknown ids or weights
-        self._check_memory(NormHistory.bytes_needed(ids.num_examples) + Ledger.bytes_needed(ids.num_examples, 1))
+        self._check_memory(
+            NormHistory.bytes_needed(ids.num_examples) + Ledger.bytes_needed(ids.num_examples, 1)
+        )
         given = weights_by_row(options.accounting.clip_weights, self.ids)
         self.clip_weights = None if given is None else given.to(device)  # ω of every example, [n]
 
@@ -120,11 +126,14 @@ class Run:
         self.ledger: Ledger | None = None
         self.not_smooth: list[str] = []
         self._whole: Whole | None = None  # what all ranks had booked when they were last combined
-        self._exposed = max(2, round(_EXPOSED * expected_batch / (ranks.size if ranks is not None else 1)))
+        self._exposed = max(
+            2, round(_EXPOSED * expected_batch / (ranks.size if ranks is not None else 1))
+        )
         self._steps_between_looks = max(1, round(1 / (_LOOKS_PER_PASS * self._passes_per_step)))
         self.timeline = Timeline(self._steps_between_looks)
         num_rows = 0 if owners is None else len(owners.of_row)
-        self._coordinates_of_rows = torch.zeros(num_rows, dtype=torch.long, device=device)  # seen so far, not shared
+        # seen so far, not shared
+        self._coordinates_of_rows = torch.zeros(num_rows, dtype=torch.long, device=device)
         self.pace = options.accounting.pace()
         self.paused = False
         self.persons: Persons | None = None
@@ -147,14 +156,18 @@ class Run:
     # ------------------------------------------------------------------ reading
 
     def gather(self) -> None:
-        """Combine what all ranks have booked, unless this was done since the last step (collective)."""
+        """Combine what all ranks have booked, unless this was done since the last step
+        (collective).
+        """
         last = -1 if self._whole is None or not self.history.is_complete else self._whole.steps
         if self.ranks is None or last == self.history.steps:
             return
         self.ranks.meet()
         self.history.enter()
         if self.owners is not None:
-            self._coordinates_of_rows = self.ranks.maximum(self._coordinates_of_rows).to(self.device)
+            self._coordinates_of_rows = self.ranks.maximum(self._coordinates_of_rows).to(
+                self.device
+            )
         self._whole = Whole.of(self.ranks, self.history.steps, self.ledger, self.new_ledger)
 
     @property
@@ -177,7 +190,9 @@ class Run:
         """The ledger so far, for reading; of all ranks (collective)."""
         ledger = self.whole_ledger
         if ledger is None:
-            raise RuntimeError("no private step has been taken yet, so there is nothing to report; train first")
+            raise RuntimeError(
+                "no private step has been taken yet, so there is nothing to report; train first"
+            )
         accounting = self.options.accounting
         rate = self.options.sample_rate if self.options.amplification.secret_batches else None
         largest = None if rate is None else largest_divergences(self.accountant.history)
@@ -197,26 +212,37 @@ class Run:
         return [row for staged in self.staged for row in staged.contribution.rows.tolist()]
 
     def check_noise(self, optimizer: FILOptimizer) -> Noise:
-        """σ and C; refused if they have changed within a logical batch, which is released under one noise."""
+        """σ and C; refused if they have changed within a logical batch, which is released under one
+        noise.
+        """
         noise = Noise(float(optimizer.noise_multiplier), float(optimizer.max_grad_norm))
         if self.staged and self.staged[0].noise != noise:  # the others were compared with it
-            change = f"changed from {tuple(self.staged[0].noise)} to {tuple(noise)} within one logical batch"
-            remedy = "Restore the values, or call optimizer.discard_partial_batch(). This step was not taken."
-            raise RuntimeError(f"noise_multiplier and max_grad_norm {change}. {remedy}")
+            raise RuntimeError(
+                f"noise_multiplier and max_grad_norm changed from {tuple(self.staged[0].noise)} "
+                f"to {tuple(noise)} within one logical batch. Restore the values, or call "
+                "optimizer.discard_partial_batch(). This step was not taken."
+            )
         return noise
 
     def check_ids(self, calls: Sequence[ForwardPass], num_gradients: int) -> list[int]:
-        """The numbers of the examples in these passes, checked against the gradients and what is staged."""
+        """The numbers of the examples in these passes, checked against the gradients and what is
+        staged.
+        """
         if any(call.ids is None for call in calls):
-            unknown = "a batch that did not come from the loader that make_private returned: who is in it"
-            raise RuntimeError(f"{unknown} is unknown; iterate over that loader")
+            raise RuntimeError(
+                "a batch that did not come from the loader that make_private returned: who is in "
+                "it is unknown; iterate over that loader"
+            )
         ids: list[int] = [number for call in calls for number in call.ids or ()]
-        if not ids and num_gradients <= 1:  # an empty batch, or Opacus's random row for one (rand_on_empty): nobody
+        # an empty batch, or Opacus's random row for one (rand_on_empty): nobody
+        if not ids and num_gradients <= 1:
             return ids
         if len(ids) != num_gradients:
-            counts = f"{len(ids)} examples in {len(calls)} forward passes, but {num_gradients} per-example gradients"
-            remedy = "Call the model once per batch; examples come first in outputs (and in inputs: batch_first=False)."
-            raise RuntimeError(f"{counts}. {remedy}")
+            raise RuntimeError(
+                f"{len(ids)} examples in {len(calls)} forward passes, but {num_gradients} "
+                "per-example gradients. Call the model once per batch; examples come first in "
+                "outputs (and in inputs: batch_first=False)."
+            )
 
         # one noise covers each example once, with all of its rows
         if self.options.accounting.by_owner:
@@ -224,8 +250,10 @@ class Run:
         staged = self._staged_ids
         together = {*ids, *staged}
         if len(together) < len(ids) + len(staged):
-            twice = "an example occurs twice under one draw of noise: its gradient would count twice"
-            raise RuntimeError(f"{twice}. Sample without replacement, and accumulate no passes that share examples.")
+            raise RuntimeError(
+                "an example occurs twice under one draw of noise: its gradient would count twice. "
+                "Sample without replacement, and accumulate no passes that share examples."
+            )
         return ids
 
     def rows_of(self, keys: Sequence[Hashable]) -> list[int]:
@@ -241,69 +269,106 @@ class Run:
         """The rows of a call by owner, in parts in which owners have about as many."""
         if call.ids is not self._grouped[0]:
             largest = None if self.owners is None else int(self.owners.counts.max())
-            largest = min(filter(None, (largest, self.options.accounting.rows_per_owner)), default=None)
+            largest = min(
+                filter(None, (largest, self.options.accounting.rows_per_owner)), default=None
+            )
             self._grouped = call.ids, rows_by_owner(call.ids or (), self.owners, largest)
         return self._grouped[1]
 
     def loss_of_examples(self, loss: IdentifiedLoss) -> IdentifiedLoss | OverRows:
         """The loss of an example; of its rows together, if it is an owner."""
         accounting = self.options.accounting
-        return OverRows(loss, row_reduction=accounting.row_reduction) if accounting.by_owner else loss
+        return (
+            OverRows(loss, row_reduction=accounting.row_reduction) if accounting.by_owner else loss
+        )
 
-    def coordinates_of(self, call: ForwardPass, examples: Examples, part: OwnedRows | None) -> Tensor | int:
+    def coordinates_of(
+        self, call: ForwardPass, examples: Examples, part: OwnedRows | None
+    ) -> Tensor | int:
         """How many private coordinates each example has, [batch], or one number for all.
 
-        If an owner brings only some of its rows, these are the coordinates of all rows that it has brought so far.
+        If an owner brings only some of its rows, these are the coordinates of all rows that it has
+        brought so far.
         """
         some = self.options.accounting.rows_per_owner is not None
-        if part is not None and not some and all(slot.own is None for slot in examples.layout.slots):
+        if (
+            part is not None
+            and not some
+            and all(slot.own is None for slot in examples.layout.slots)
+        ):
             size = examples.num_coordinates - (shared := examples.shared_coordinates)
             return part.counts * (size // (self.max_rows or examples.num_rows)) + shared
         if part is None or self.owners is None or not some:
             return examples.own_coordinates
         by_row, shared = examples.coordinates_by_row, examples.shared_coordinates
-        numbers, places = (each.to(self.device) for each in (torch.tensor(call.ids)[part.rows], part.places))
+        numbers, places = (
+            each.to(self.device) for each in (torch.tensor(call.ids)[part.rows], part.places)
+        )
         self._coordinates_of_rows[numbers] = by_row.flatten()[places]
-        of_row, empty = self.owners.of_row.to(self.device), self._coordinates_of_rows.new_zeros(len(self.owners))
+        of_row, empty = (
+            self.owners.of_row.to(self.device),
+            self._coordinates_of_rows.new_zeros(len(self.owners)),
+        )
         of_owners = empty.index_add(0, of_row, self._coordinates_of_rows)
         return of_owners[torch.tensor(part.owners).to(self.device)] + shared
 
     @property
     def rows_in_words(self) -> str:
-        """A text that distinguishes runs in which people have different rows; empty if rows have no owners."""
+        """A text that distinguishes runs in which people have different rows.
+
+        Empty if rows have no owners.
+        """
         if self.owners is None:
             return ""
         digest = hashlib.sha256(self.owners.of_row.numpy().tobytes()).hexdigest()[:16]
         names, accounting = ("unit", "rows_per_owner", "row_reduction"), self.options.accounting
-        return ", ".join([*(f"{name}={getattr(accounting, name)!r}" for name in names), f"owners (SHA-256 {digest})"])
+        return ", ".join(
+            [
+                *(f"{name}={getattr(accounting, name)!r}" for name in names),
+                f"owners (SHA-256 {digest})",
+            ]
+        )
 
     @cached_property
     def max_rows(self) -> int | None:
         """How many rows z has room for, if owners' coordinates are summed one by one."""
-        summed = any(quantity.by_coordinate for quantity in tracked(tuple(self.options.accounting.track)))
+        summed = any(
+            quantity.by_coordinate for quantity in tracked(tuple(self.options.accounting.track))
+        )
         return int(self.owners.counts.max()) if self.owners is not None and summed else None
 
     def participants(self) -> list[int]:
-        """Who takes part in this step, on all ranks; they exchange it once (collective, unless draws are Poisson).
+        """Who takes part in this step, on all ranks.
+
+        They exchange it once (collective, unless draws are Poisson).
 
         Raises:
             StepNotTakenError: On all ranks, if two of them have the same example.
         """
         if self._participants is None:
             own = self._staged_ids  # those of Poisson draws come from separate parts of the data
-            by_rank = [own] if self.ranks is None or not self._knows_batches else self.ranks.objects(own)
+            by_rank = (
+                [own] if self.ranks is None or not self._knows_batches else self.ranks.objects(own)
+            )
             self._participants = [row for rows in by_rank for row in rows]
             if len(set(self._participants)) < len(self._participants):
                 twice = next(row for row, count in Counter(self._participants).items() if count > 1)
                 ranks = [rank for rank, rows in enumerate(by_rank) if twice in rows]
                 name = self.ids.all()[twice]
-                where = f"example {name!r} is in this step's batches of ranks {ranks}: its gradient would count twice"
-                raise StepNotTakenError(f"{where}. Give every rank its own shards. This step was not taken.")
+                raise StepNotTakenError(
+                    f"example {name!r} is in this step's batches of ranks {ranks}: its gradient "
+                    "would count twice. Give every rank its own shards. This step was not taken."
+                )
         return self._participants
 
     def chooses_to_measure(self) -> bool:
-        """Whether the current step is measured: at random, and the same for all of its batches on all ranks."""
-        return random.Random(derived_seed(self.seed, "steps", self.history.steps)).random() < self.pace.rate
+        """Whether the current step is measured: at random, and the same for all of its batches on
+        all ranks.
+        """
+        return (
+            random.Random(derived_seed(self.seed, "steps", self.history.steps)).random()
+            < self.pace.rate
+        )
 
     def probe_seeds(self, count: int, purpose: str, piece: int) -> tuple[int, ...]:
         """The seeds of this many probes of the current step; a step that is repeated has the same.
@@ -324,24 +389,35 @@ class Run:
 
     @property
     def num_probes(self) -> int:
-        """The probes of the current step for every example of the batch; in the first passes, half the extra ones."""
+        """The probes of the current step for every example of the batch.
+
+        In the first passes, half the extra ones.
+        """
         early = 0 if self._past_first_passes else -(-self.options.accounting.extra_probes // 2)
         return max(self.pace.num_probes, early)
 
     def exposed_rows(self, ids: Sequence[int], clipped_norm: Tensor) -> Tensor | None:
-        """The rows of a batch to measure again, with more probes; None: the current step has none."""
+        """The rows of a batch to measure again, with more probes.
+
+        None: the current step has none.
+        """
         wanted = self.options.accounting.extra_probes and self._past_first_passes
         if not wanted or self.ledger is None:
             return None
         rows, sums = torch.tensor(ids, dtype=torch.long), self.ledger.sums
-        trace, squares = (sums.at(name, rows).to(self.device, non_blocking=True) for name in ("trace", "squared_norm"))
+        trace, squares = (
+            sums.at(name, rows).to(self.device, non_blocking=True)
+            for name in ("trace", "squared_norm")
+        )
         return exposed_rows(trace, squares, clipped_norm.double().square(), self._exposed)
 
     def weights_of(self, ids: Sequence[int]) -> Tensor | None:
         """ω of the examples with these numbers, float64 [ids]; None: nobody has one."""
         if self.clip_weights is None:
             return None
-        return self.clip_weights[torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)]
+        return self.clip_weights[
+            torch.tensor(ids, dtype=torch.long).to(self.device, non_blocking=True)
+        ]
 
     def new_ledger(self, num_coordinates: int) -> Ledger:
         """An empty ledger for d coordinates."""
@@ -362,28 +438,36 @@ class Run:
             self.ledger.check_coordinates(part.num_coordinates)
         return self.ledger
 
-    def stage(self, ids: Sequence[int], values: StepValues, noise: Noise, num_coordinates: Tensor | int) -> None:
+    def stage(
+        self, ids: Sequence[int], values: StepValues, noise: Noise, num_coordinates: Tensor | int
+    ) -> None:
         """Keep what a physical batch adds until it is released.
 
         Args:
             ids: The numbers of the examples.
             values: What was measured.
             noise: The noise of the release.
-            num_coordinates: How many private coordinates each example has, [batch], or one number for all.
+            num_coordinates: How many private coordinates each example has, [batch], or one number
+                for all.
         """
         rows, norm = torch.tensor(ids, dtype=torch.long), values.clipped_norm
-        contribution = Contribution(rows, norm.square(), not self.paused, values.additions or {}, num_coordinates)
+        contribution = Contribution(
+            rows, norm.square(), not self.paused, values.additions or {}, num_coordinates
+        )
         self.staged.append(Staged(contribution, norm / noise.max_grad_norm, noise))
 
     def all_or_none(self) -> AbstractContextManager[None]:
         """Inside, accountant and ledger book a step; after an error, or Ctrl-C, neither has.
 
-        Opacus's accountants take their last entry out to count it up. Sums are queued, so that little is copied; room
-        for them is made first, because what a full queue adds to the sums is not put back.
+        Opacus's accountants take their last entry out to count it up. Sums are queued, so that
+        little is copied; room for them is made first, because what a full queue adds to the sums is
+        not put back.
         """
         self._make_room()
         parts = [self, self.accountant, self.history, *self._ledgers]
-        return put_back_after_errors(map(vars, parts if self.persons is None else [*parts, self.persons]))
+        return put_back_after_errors(
+            map(vars, parts if self.persons is None else [*parts, self.persons])
+        )
 
     def book(self, optimizer: FILOptimizer) -> None:
         """Book the released logical batch: queue what was staged."""
@@ -403,18 +487,24 @@ class Run:
         rows = [each.rows for each in contributions] or [torch.zeros(0, dtype=torch.long)]
         ratios = [staged.ratio for staged in self.staged] or [torch.zeros(0, device=self.device)]
         rate = float(self.accountant.history[-1][1]) if self.accountant.history else 1.0
-        self.history.step(torch.cat(rows), torch.cat(ratios), float(optimizer.noise_multiplier), rate)
+        self.history.step(
+            torch.cat(rows), torch.cat(ratios), float(optimizer.noise_multiplier), rate
+        )
         if self.persons is not None:
             self.persons.book(torch.cat(rows), torch.cat(ratios), float(optimizer.noise_multiplier))
         self.clear_batch()
         self.is_updated = False
 
     def end_step(self) -> None:
-        """After the update, do what may take long, and can be stopped without any harm (collective now and then)."""
+        """After the update, do what may take long, and can be stopped without any harm (collective
+        now and then).
+        """
         self.is_updated = True
         self._note_leakage(self.history.steps)
         self._make_room()
-        steered = self.pace.target is not None and self.history.steps % self._steps_between_looks == 0
+        steered = (
+            self.pace.target is not None and self.history.steps % self._steps_between_looks == 0
+        )
         if self.ledger is not None and steered:
             self.pace.update(self.ledger, self.history.steps * self._passes_per_step)
 
@@ -440,9 +530,13 @@ class Run:
                 self.timeline.note(step, ledger.sums["trace"], ledger.own_coordinates)
         else:
             empty = torch.zeros(2, self.ids.num_examples, dtype=torch.float64)
-            trace, own = empty if ledger is None else (ledger.sums["trace"], ledger.sums["num_coordinates"].double())
+            trace, own = (
+                empty
+                if ledger is None
+                else (ledger.sums["trace"], ledger.sums["num_coordinates"].double())
+            )
             trace, own = self.ranks.sum(trace), self.ranks.maximum(own)
-            if bool(own.any()):  # nobody was drawn yet
+            if own.any():  # nobody was drawn yet
                 self.timeline.note(step, trace.to(self.device), own.clamp(min=1).to(self.device))
 
     def _empty_history(self) -> NormHistory:
@@ -451,23 +545,32 @@ class Run:
             return NormHistory(n, self.device, self.clip_weights, own_steps=own_steps)
         every = max(1, round(1 / self._passes_per_step))
         return NormHistory(
-            n, self.device, self.clip_weights, own_steps=own_steps, exchange=self.ranks.joined, every=every
+            n,
+            self.device,
+            self.clip_weights,
+            own_steps=own_steps,
+            exchange=self.ranks.joined,
+            every=every,
         )
 
     def _check_memory(self, needed: int) -> None:
         accounting = self.options.accounting
         if needed > accounting.max_ledger_memory:
-            over = f"{needed / 2**30:.2f} GiB, over the limit of {accounting.max_ledger_memory / 2**30:.2f} GiB"
-            remedy = f"Track less, or pass Accounting(max_ledger_memory={needed})"
-            raise MemoryError(f"the ledger of track={tuple(accounting.track)} would take {over}. {remedy}.")
+            raise MemoryError(
+                f"the ledger of track={tuple(accounting.track)} would take {needed / 2**30:.2f} "
+                f"GiB, over the limit of {accounting.max_ledger_memory / 2**30:.2f} GiB. Track "
+                f"less, or pass Accounting(max_ledger_memory={needed})."
+            )
 
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """Ledger, norm history, timeline and the probes' seed (collective)."""
         if self.staged:
-            when = "a state can be saved and loaded only between logical batches"
-            raise RuntimeError(f"{when}; finish the batch first, or call optimizer.discard_partial_batch()")
+            raise RuntimeError(
+                "a state can be saved and loaded only between logical batches; finish the batch "
+                "first, or call optimizer.discard_partial_batch()"
+            )
         ledger = self.whole_ledger
         state: dict[str, Any] = {
             "ledger": ledger.state_dict() if ledger is not None else None,
@@ -478,23 +581,33 @@ class Run:
             "not_smooth": list(self.not_smooth),
             "ranks": None if self._whole is None else dict(self._whole.parts),
             "coordinates_of_rows": self._coordinates_of_rows.clone(),
-            "persons": None if self.persons is None else [self.persons.ledger.state_dict(), self.persons.last.clone()],
+            "persons": None
+            if self.persons is None
+            else [self.persons.ledger.state_dict(), self.persons.last.clone()],
         }
         return {**state, "keys": self.ids.all()} if self.ids.grows else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`, of a run that was made as this one."""
-        ledger = None if state["ledger"] is None else Ledger.from_state_dict(state["ledger"], self.device)
+        ledger = (
+            None
+            if state["ledger"] is None
+            else Ledger.from_state_dict(state["ledger"], self.device)
+        )
         ids = self.ids
         if ids.grows:
             ids = ExampleIds(len(state["keys"]), state["keys"], grows=True)
         participations: list[int] = []  # of all ranks
         if self._knows_batches:
-            participations = [0] * ids.num_examples if ledger is None else ledger.sums["participations"].tolist()
+            participations = (
+                [0] * ids.num_examples if ledger is None else ledger.sums["participations"].tolist()
+            )
         history = self._empty_history()
         history.grow(ids.num_examples)
         history.load_state_dict(state["history"])
-        timeline = Timeline.from_state_dict(state["timeline"], history.device if self.ranks is None else self.device)
+        timeline = Timeline.from_state_dict(
+            state["timeline"], history.device if self.ranks is None else self.device
+        )
 
         self._coordinates_of_rows = state["coordinates_of_rows"].clone().to(self.device)
         self.seed = state["seed"]
@@ -512,7 +625,7 @@ class Run:
         self.is_updated = True
 
 
-# ------------------------------------------------------------------ a clip threshold for each example
+# ---------------------------------------------------------------- a clip threshold for each example
 
 
 def weights_by_row(given: ClipWeights | None, ids: ExampleIds) -> Tensor | None:
@@ -535,11 +648,17 @@ def weights_by_row(given: ClipWeights | None, ids: ExampleIds) -> Tensor | None:
     n = ids.num_examples
     if isinstance(given, Mapping):
         weights = torch.ones(n, dtype=torch.float64)
-        weights[ids.rows(given.keys())[1]] = torch.as_tensor(list(given.values()), dtype=torch.float64)
+        weights[ids.rows(given.keys())[1]] = torch.as_tensor(
+            list(given.values()), dtype=torch.float64
+        )
     else:
         weights = torch.as_tensor(given, dtype=torch.float64, device="cpu").detach().clone()
-        form = "give one for each, in the order of the data set, or a dict {id: weight} of those that are not 1"
-        require(weights.shape == (n,), f"clip_weights has shape {list(weights.shape)} for {n} examples; {form}")
+        if weights.shape != (n,):
+            raise ValueError(
+                f"clip_weights has shape {list(weights.shape)} for {n} examples; give one for "
+                f"each, in the order of the data set, or a dict {{id: weight}} of those that are "
+                "not 1"
+            )
     check_clip_weights(weights, ids.all())
     return weights
 
@@ -554,4 +673,7 @@ def weights_in_words(weights: Tensor | None) -> str:
     if weights is None or bool((weights == 1).all()):
         return ""
     digest = hashlib.sha256(weights.cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
-    return f"clip_weights below 1 for {int((weights < 1).sum())} of {len(weights)} examples (SHA-256 {digest})"
+    return (
+        f"clip_weights below 1 for {int((weights < 1).sum())} of {len(weights)} examples "
+        f"(SHA-256 {digest})"
+    )

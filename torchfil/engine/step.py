@@ -1,8 +1,9 @@
 """One private step, from the batch to the ledger: measure, check, release, book.
 
-``train_step`` and the user's loop are two entries that meet in :meth:`Step.measure`. In the loop, the forward pass
-begins in the model's call (:meth:`Step.begin_forward`), and ``optimizer.step()`` does the rest. If Opacus's hooks have
-formed per-example gradients, the sums come from them, and the engine's own norms must agree.
+``train_step`` and the user's loop are two entries that meet in :meth:`Step.measure`. In the loop,
+the forward pass begins in the model's call (:meth:`Step.begin_forward`), and ``optimizer.step()``
+does the rest. If Opacus's hooks have formed per-example gradients, the sums come from them, and the
+engine's own norms must agree.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from torchfil.fisher.recording import Plan, RecordedForward
 from torchfil.private import Examples, Private, as_call, as_given, check_finite
 from torchfil.private.batches import ROWS, as_rows
 from torchfil.questions import Alternative, Question
-from torchfil.utils.errors import require
 from torchfil.utils.trees import map_tensors, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 class _Piece(NamedTuple):
     """The examples of a call that one pass takes, with their ids.
 
-    ``part`` are the rows of these examples, if they are owners; ``is_first`` says if it is the call's first piece.
+    ``part`` are the rows of these examples, if they are owners; ``is_first`` says if it is the
+    call's first piece.
     """
 
     call: ForwardPass
@@ -82,16 +83,22 @@ class Step:
         self._refresh_norms = refresh_norms
         self._inside = LossInside(replica)
         self._computes_loss = False  # whether train_step found the loss in the model's outputs
-        self._drew_nothing_at: Hashable = None  # the modules as they were when a forward pass drew no random numbers
+        # the modules as they were when a forward pass drew no random numbers
+        self._drew_nothing_at: Hashable = None
         self._closed = False
         self.backward_passes = 1
         precision = run.options.accounting.execution.probe_precision_on(replica.device)
-        self._probe_precision = None if replica.device.type == "cpu" and precision == "float32" else precision
-        self._mechanism_with = lru_cache(1)(run.options.mechanism)  # the same until a scheduler changes σ or C
+        self._probe_precision = (
+            None if replica.device.type == "cpu" and precision == "float32" else precision
+        )
+        # the same until a scheduler changes σ or C
+        self._mechanism_with = lru_cache(1)(run.options.mechanism)
 
     # ------------------------------------------------------------------ the two entries
 
-    def train_step(self, optimizer: FILOptimizer, inputs: object, targets: object = NO_TARGETS) -> Tensor:
+    def train_step(
+        self, optimizer: FILOptimizer, inputs: object, targets: object = NO_TARGETS
+    ) -> Tensor:
         """A whole private step on the current batch; see :meth:`FILPrivacyEngine.train_step`."""
         found: list[StepValues | None] = []
 
@@ -99,10 +106,18 @@ class Step:
             self.replica.gather()
             self.replica.follow()
             if self._closed:
-                raise RuntimeError("the engine was detached from the model, so no further step can be taken")
-            if self.observer.tracker.parts > 1 or optimizer.inside_logical_batch or optimizer._step_skip_queue:
-                whole = "train_step takes whole draws: leave out accumulation_steps, and multiply batch_size"
-                raise RuntimeError(whole)
+                raise RuntimeError(
+                    "the engine was detached from the model, so no further step can be taken"
+                )
+            if (
+                self.observer.tracker.parts > 1
+                or optimizer.inside_logical_batch
+                or optimizer._step_skip_queue
+            ):
+                raise RuntimeError(
+                    "train_step takes whole draws: leave out accumulation_steps, and multiply "
+                    "batch_size"
+                )
             self.run.clear_batch()
             with differentiable_twice():  # all passes run the same kernels, and draw the same masks
                 call, loss = self._call_without_loop(inputs, targets)
@@ -116,19 +131,24 @@ class Step:
         losses = empty if values is None or values.losses is None else values.losses
         return losses.mean() if self.options.loss_reduction == "mean" else losses.sum()
 
-    def finished_calls(self, optimizer: FILOptimizer, num_gradients: int | None = None) -> list[ForwardPass]:
+    def finished_calls(
+        self, optimizer: FILOptimizer, num_gradients: int | None = None
+    ) -> list[ForwardPass]:
         """The loop's calls that went backward, to be measured for this step.
 
         Args:
             optimizer: Knows whether a logical batch has begun.
-            num_gradients: How many per-example gradients Opacus has formed; None: the engine computes the sums.
+            num_gradients: How many per-example gradients Opacus has formed; None: the engine
+                computes the sums.
         """
         self.replica.gather()  # first, because a rank that refuses would leave the others waiting
         self.replica.follow()
         if not optimizer.inside_logical_batch and optimizer.params[0].summed_grad is None:
             self.run.clear_batch()  # left from a logical batch that was given up
         calls = self.observer.finished()
-        self.observer.check_ready(calls, self.replica.live.training, by_opacus=num_gradients is not None)
+        self.observer.check_ready(
+            calls, self.replica.live.training, by_opacus=num_gradients is not None
+        )
         return calls if num_gradients is None else _latest(calls, num_gradients)
 
     # ------------------------------------------------------------------ where they meet
@@ -141,7 +161,9 @@ class Step:
         norms: Tensor | None = None,
         clipped_norms: Tensor | None = None,
     ) -> StepValues | None:
-        """Losses, norms, sums and Fisher information of these calls; a refusal leaves everything as it was.
+        """Losses, norms, sums and Fisher information of these calls.
+
+        A refusal leaves everything as it was.
 
         The values are staged, to be booked when they are released; None: there is no example.
 
@@ -149,14 +171,17 @@ class Step:
             optimizer: Has the current noise and threshold.
             calls: Of the model, by the loop or instead of it.
             loss: The loss; None: not identified yet.
-            norms: ‖g‖ of the per-example gradients that Opacus has formed, [batch]; None: compute the sums.
+            norms: ‖g‖ of the per-example gradients that Opacus has formed, [batch]; None: compute
+                the sums.
             clipped_norms: Their ‖g̃‖, [batch].
         """
         run, guard = self.run, self.guard
         values: StepValues | None = None
         noise = run.check_noise(optimizer)
         guard.begin_step()
-        ids = run.check_ids(calls, sum([call.num_rows for call in calls]) if norms is None else len(norms))
+        ids = run.check_ids(
+            calls, sum([call.num_rows for call in calls]) if norms is None else len(norms)
+        )
         parts = self.observer.tracker.parts
         self.backward_passes = parts if parts > 1 else len(calls)
         if not ids:
@@ -181,8 +206,12 @@ class Step:
         measures = (run.chooses_to_measure() or noise.noise_multiplier == 0) and not run.paused
         if loss is not None and (norms is None or measures):
             accounting = self.options.accounting
-            wanted = Wanted(tuple(accounting.track), accounting.estimator, (), run.pace.rate, norms is None)
-            values = self._values_of_all(pieces, loss, self._mechanism_with(*noise), wanted, measures)
+            wanted = Wanted(
+                tuple(accounting.track), accounting.estimator, (), run.pace.rate, norms is None
+            )
+            values = self._values_of_all(
+                pieces, loss, self._mechanism_with(*noise), wanted, measures
+            )
         if norms is not None and clipped_norms is not None:
             values = self._released_by_opacus(values, calls, loss, norms, clipped_norms)
         guard.raise_if_any()
@@ -204,7 +233,9 @@ class Step:
         norms: Tensor,
         clipped_norms: Tensor,
     ) -> StepValues:
-        """The values of gradients that Opacus has formed and that are released: their own clipped norms count."""
+        """The values of gradients that Opacus has formed and that are released: their own clipped
+        norms count.
+        """
         if values is not None:
             self.guard.add(self.guard.compare_norms(values.norm, norms, calls))
             return replace(values, clipped_norm=clipped_norms, sums={})
@@ -216,12 +247,15 @@ class Step:
     def _batches_and_loss(
         self, calls: Sequence[ForwardPass], loss: IdentifiedLoss | None, *, summed: bool
     ) -> tuple[list[_Piece], IdentifiedLoss | None]:
-        """The private examples of the calls with masks, and the loss (of a row, if examples have several)."""
+        """The private examples of the calls with masks, and the loss (of a row, if examples have
+        several).
+        """
         run, guard = self.run, self.guard
         calls = [call for call in calls if call.ids]  # a part of a draw may be empty
         if loss is not None and calls[0].outputs is not None and not loss.is_models_own:
             loss = placed(loss, calls[0].outputs, guard.targets(calls[0]), guard.observed(calls[0]))
-        if summed and calls[0].outputs is not None:  # with hooks, Opacus clips the divided gradients
+        # with hooks, Opacus clips the divided gradients
+        if summed and calls[0].outputs is not None:
             guard.undo_division(calls, loss, self.backward_passes)
         pieces = [piece for call in calls for piece in self._checked_pieces(call)]
         if loss is None and (summed or not run.paused):
@@ -239,8 +273,11 @@ class Step:
         if any(call.whole is not None for call in calls):
             pieces = [piece for call in calls for piece in self._pieces(call.with_labels())]
         if pieces[0].part is not None:
-            own = "the model's loss is not made from its outputs alone, so an owner's rows have no losses of their own"
-            raise ValueError(f"{own}: return what it is made from, and pass criterion= to make_private")
+            raise ValueError(
+                "the model's loss is not made from its outputs alone, so an owner's rows have no "
+                "losses of their own: return what it is made from, and pass criterion= to "
+                "make_private"
+            )
         return pieces
 
     def _checked_pieces(self, call: ForwardPass) -> list[_Piece]:
@@ -254,22 +291,37 @@ class Step:
         return pieces
 
     def _values_of_all(
-        self, pieces: Sequence[_Piece], loss: IdentifiedLoss, mechanism: Mechanism, wanted: Wanted, measures: bool
+        self,
+        pieces: Sequence[_Piece],
+        loss: IdentifiedLoss,
+        mechanism: Mechanism,
+        wanted: Wanted,
+        measures: bool,
     ) -> StepValues:
-        """The values of all pieces together; on a GPU, copies that later replays do not overwrite."""
+        """The values of all pieces together.
+
+        On a GPU, copies that later replays do not overwrite.
+        """
         on_gpu, several = self.replica.device.type == "cuda", len(pieces) > 1
 
         def of_piece(place: int) -> StepValues:
             own = wanted
             if measures:
-                own = replace(wanted, seeds=self.run.probe_seeds(self.run.num_probes, "probes", place))
+                own = replace(
+                    wanted, seeds=self.run.probe_seeds(self.run.num_probes, "probes", place)
+                )
             found = self._values(pieces[place], place, loss, mechanism, own)
             return found.kept(sums=several) if on_gpu else found
 
         return joined(map(of_piece, range(len(pieces))))
 
     def _values(
-        self, piece: _Piece, place: int, row_loss: IdentifiedLoss, mechanism: Mechanism, wanted: Wanted
+        self,
+        piece: _Piece,
+        place: int,
+        row_loss: IdentifiedLoss,
+        mechanism: Mechanism,
+        wanted: Wanted,
     ) -> StepValues:
         """The values of one piece, at its place among the pieces of a batch, with its checks."""
         call, part, ids, examples = piece.call, piece.part, piece.ids, piece.examples
@@ -279,7 +331,9 @@ class Step:
         examples = examples if weights is None else replace(examples, clip_weights=weights)
         measures, questions = bool(wanted.seeds), self.options.accounting.questions
         if measures and questions:
-            examples, places = with_alternatives(examples, questions, check_values=run.ledger is None)
+            examples, places = with_alternatives(
+                examples, questions, check_values=run.ledger is None
+            )
             wanted = replace(wanted, questions=places)
 
         # a wrong loss would spoil the trial, so the loss is checked first
@@ -295,10 +349,13 @@ class Step:
 
         # does the engine's pass agree with the loop's, or with the live model's?
         assert values.losses is not None
-        mapped = values.output_gradients is None  # if so, only the losses show whether the model mixes examples
+        # if so, only the losses show whether the model mixes examples
+        mapped = values.output_gradients is None
         if from_loop and not mapped:
             ours = values.output_gradients or ()
-            guard.add(guard.compare_outputs(call, ours, row_loss, part, by_opacus=not wanted.summed))
+            guard.add(
+                guard.compare_outputs(call, ours, row_loss, part, by_opacus=not wanted.summed)
+            )
         elif from_loop:
             guard.check_loss(call, row_loss, by_opacus=not wanted.summed)
             guard.add(guard.compare_losses(call, row_loss, gradients, values.losses, part))
@@ -312,7 +369,9 @@ class Step:
             self._write_buffers(call, gradients, plan)
         return replace(values, output_gradients=None)  # of another shape in every piece
 
-    def _in_precision(self, gradients: ExampleGradients, autocast: torch.dtype | None) -> ExampleGradients:
+    def _in_precision(
+        self, gradients: ExampleGradients, autocast: torch.dtype | None
+    ) -> ExampleGradients:
         return replace(gradients, autocast=autocast, probe_precision=self._probe_precision)
 
     def _measured_again(
@@ -339,18 +398,28 @@ class Step:
         return call.targets if call.outputs is None else self.guard.targets(call)
 
     def _pieces(self, call: ForwardPass) -> list[_Piece]:
-        """The examples of a call, with their private coordinates and masks; owners with about as many rows together."""
+        """The examples of a call, with their private coordinates and masks.
+
+        Owners with about as many rows together.
+        """
         inputs: tuple[Any, dict[str, Any]] = (call.args, call.kwargs)
-        if call.outputs is None and (self.replica.drops_now() or self.replica.key != self._drew_nothing_at):
+        if call.outputs is None and (
+            self.replica.drops_now() or self.replica.key != self._drew_nothing_at
+        ):
             again = self.replica.masks_again(*inputs)
             call.masks = self._fresh_masks(call) if again is None else again
-        parts: Sequence[OwnedRows | None] = self.run.by_owner(call) if self.options.accounting.by_owner else [None]
+        parts: Sequence[OwnedRows | None] = (
+            self.run.by_owner(call) if self.options.accounting.by_owner else [None]
+        )
         pieces: list[_Piece] = []
         for part in parts:
             examples, groups = call.examples, None
             if examples is None:
                 groups = None if part is None else part.index
-                private, first = private_without_labels(self.options.private, *inputs), self.run.ledger is None
+                private, first = (
+                    private_without_labels(self.options.private, *inputs),
+                    self.run.ledger is None,
+                )
                 examples = self.replica.lay_out(
                     *inputs,
                     self._targets(call),
@@ -363,25 +432,42 @@ class Step:
                 inputs = examples.public[:2]
             masks = self.replica.masks_by_example(call.masks, *inputs, groups)
             examples = replace(examples, masks=masks) if masks else examples
-            pieces.append(_Piece(call, call.ids or [] if part is None else part.owners, examples, part, not pieces))
+            pieces.append(
+                _Piece(
+                    call,
+                    call.ids or [] if part is None else part.owners,
+                    examples,
+                    part,
+                    not pieces,
+                )
+            )
         return pieces
 
     def gradients_of(self, inputs: object, targets: object) -> list[ExampleGradients]:
-        """The gradients of other examples at the current weights; none before the loss and a first batch are known."""
+        """The gradients of other examples at the current weights.
+
+        None before the loss and a first batch are known.
+        """
         loss = self.run.loss
         if loss is None or self.run.ledger is None:  # the first batch decides what is private
             return []
         call, _ = self._call_without_loop(inputs, targets)
-        return [self.replica.gradients(piece.examples, loss) for piece in self._pieces(replace(call, ids=None))]
+        return [
+            self.replica.gradients(piece.examples, loss)
+            for piece in self._pieces(replace(call, ids=None))
+        ]
 
     # ------------------------------------------------------------------ the loop's forward pass
 
     def begin_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: object
     ) -> tuple[Examples, RecordedForward | StartedGraph, Any] | None:
-        """The forward half of the pass over the loop's inputs, with its outputs; None: the loop runs a plain pass.
+        """The forward half of the pass over the loop's inputs, with its outputs.
 
-        It is recorded by the live model, or replayed as a CUDA graph with masks that are drawn without the model.
+        None: the loop runs a plain pass.
+
+        It is recorded by the live model, or replayed as a CUDA graph with masks that are drawn
+        without the model.
         """
         loss = self.run.loss
         if loss is None or self.run.ledger is None:  # there was no trial yet
@@ -393,20 +479,29 @@ class Step:
             return None
         if len(pieces) != 1:  # owners with many rows, and some with few
             return None
-        examples, part, own_loss = pieces[0].examples, pieces[0].part, self.run.loss_of_examples(loss)
+        examples, part, own_loss = (
+            pieces[0].examples,
+            pieces[0].part,
+            self.run.loss_of_examples(loss),
+        )
 
         # on a CPU the live model's own pass is recorded
         gradients = self.replica.live_gradients(examples, own_loss)
         gradients = self._in_precision(gradients, autocast_now(self.replica.device))
         recorded = self.executor.begin_live(gradients)
         if recorded is not None:
-            return examples, recorded, recorded.outputs if part is None else part.in_order(recorded.outputs)
+            return (
+                examples,
+                recorded,
+                recorded.outputs if part is None else part.in_order(recorded.outputs),
+            )
         if self.replica.device.type != "cuda":
             return None
 
         # on a GPU a graph is replayed, which needs masks and weights beforehand
         drawn = self.replica.masks_again(*examples.public[:2]) if self.replica.drops_now() else ()
-        if drawn is None or ids is None or len(pieces[0].ids) != len(examples):  # reported at the step
+        # reported at the step
+        if drawn is None or ids is None or len(pieces[0].ids) != len(examples):
             return None
         masks = self.replica.masks_by_example(drawn, *examples.public[:2])
         masked = replace(examples, masks=masks, clip_weights=self.run.weights_of(pieces[0].ids))
@@ -416,16 +511,24 @@ class Step:
             return None
         return examples, begun, begun.outputs if part is None else part.in_order(begun.outputs)
 
-    # ------------------------------------------------------------------ a call instead of the loop's
+    # ----------------------------------------------------------------- a call instead of the loop's
 
-    def _call_without_loop(self, inputs: Any, targets: Any) -> tuple[ForwardPass, IdentifiedLoss | None]:
-        """The call of the model that a step replaces, and the loss; None for an empty batch before they are known."""
+    def _call_without_loop(
+        self, inputs: Any, targets: Any
+    ) -> tuple[ForwardPass, IdentifiedLoss | None]:
+        """The call of the model that a step replaces, and the loss.
+
+        None for an empty batch before they are known.
+        """
         make_current((inputs, targets))  # a batch that was passed on unread
         inputs, targets = self.guard.moved(plain((inputs, targets)))
-        if targets is NO_TARGETS and (self.options.batch_to_inputs is not None or not isinstance(inputs, Mapping)):
+        if targets is NO_TARGETS and (
+            self.options.batch_to_inputs is not None or not isinstance(inputs, Mapping)
+        ):
             inputs, targets = split_batch(inputs, self.options.batch_to_inputs)
         args, kwargs = self.replica.examples_first(as_call(inputs))
-        empty = not any(len(leaf) for leaf in tensors_of((args, kwargs)) if leaf.ndim)  # many models cannot run on it
+        # many models cannot run on it
+        empty = not any(len(leaf) for leaf in tensors_of((args, kwargs)) if leaf.ndim)
         loss = self.run.loss
         if not empty and (loss is None or (self._computes_loss and self.guard.until_look <= 0)):
             self._inside.made_from.clear()
@@ -434,7 +537,8 @@ class Step:
                 raise LossMismatchError(OTHER_OWN_LOSS.format(loss.name))
             loss, self._computes_loss = found, True
 
-        # Labels from which a model computes its loss are targets, unless the model cannot run without them.
+        # Labels from which a model computes its loss are targets, unless the model cannot run
+        # without them.
         without = kwargs
         if targets is None or targets is NO_TARGETS:
             without, targets = self._inside.without_labels(kwargs)
@@ -442,20 +546,27 @@ class Step:
             without, targets = kwargs, None
         tracker = self.observer.tracker
         autocast = autocast_now(self.replica.device)
-        return ForwardPass(tracker.ids, tracker.batch, args, without, None, targets, autocast=autocast), loss
+        return ForwardPass(
+            tracker.ids, tracker.batch, args, without, None, targets, autocast=autocast
+        ), loss
 
     def _own_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardPass:
         """A pass of a model that computes its loss, as if a loop had called backward() on it."""
         outputs, masks = self._inside.run_live(args, kwargs)
         losses = self._inside.losses_in(outputs)
         if not losses:
-            raise RuntimeError("train_step needs the loss: pass criterion= to make_private, or labels to a model")
+            raise RuntimeError(
+                "train_step needs the loss: pass criterion= to make_private, or labels to a model"
+            )
         forward = self._inside.forward_pass(self.observer.tracker, args, kwargs, outputs, masks)
         forward.output_grads[losses[0]] = torch.ones((), device=self.replica.device)
         return forward
 
     def _fresh_masks(self, call: ForwardPass) -> tuple[Tensor, ...]:
-        """Masks as the live model draws them for a batch; its buffers stay unchanged: this is not the loop's pass."""
+        """Masks as the live model draws them for a batch.
+
+        Its buffers stay unchanged: this is not the loop's pass.
+        """
 
         def run_live() -> Any:
             with torch.no_grad(), buffers_kept(self.replica.live):
@@ -468,14 +579,18 @@ class Step:
         return masks
 
     def _write_buffers(self, call: ForwardPass, gradients: ExampleGradients, plan: Plan) -> None:
-        """Update the model's buffers as its forward pass would, once, however the passes were cut."""
-        if not (self.executor.runs_in_pieces(len(gradients), plan) or self.options.accounting.by_owner):
+        """Update the model's buffers as its forward pass would, once, however the passes were
+        cut.
+        """
+        if not (
+            self.executor.runs_in_pieces(len(gradients), plan) or self.options.accounting.by_owner
+        ):
             self.replica.write_buffers(gradients)
             return
         with torch.no_grad(), replayed_masks(call.masks):
             self.replica.live(*call.args, **call.kwargs)
 
-    # ------------------------------------------------------------------ what the optimizer tells and asks
+    # ------------------------------------------------------------ what the optimizer tells and asks
 
     def book(self, optimizer: FILOptimizer) -> None:
         """Book the released logical batch, in accountant and ledger or in neither."""
@@ -493,15 +608,25 @@ class Step:
                 self._refresh_norms(optimizer)
 
     def clip_weights(self, num_gradients: int) -> Tensor | None:
-        """ω of the examples in the loop's finished passes, [batch]; None: all 1, or another number of examples."""
-        ids = [number for call in _latest(self.observer.finished(), num_gradients) for number in call.ids or ()]
+        """ω of the examples in the loop's finished passes, [batch].
+
+        None: all 1, or another number of examples.
+        """
+        ids = [
+            number
+            for call in _latest(self.observer.finished(), num_gradients)
+            for number in call.ids or ()
+        ]
         return self.run.weights_of(ids) if len(ids) == num_gradients else None
 
     def facts(self) -> dict[str, float | None]:
         """What must be the same on all ranks, by name; None: not known yet."""
         ledger = self.run.ledger
         size = ledger.laid_out if ledger is not None and ledger.by_coordinate else None
-        return {"the number of steps": self.run.history.steps, "the number of private coordinates": size}
+        return {
+            "the number of steps": self.run.history.steps,
+            "the number of private coordinates": size,
+        }
 
     def give_up(self) -> None:
         """Give up the logical batch, which is not released."""
@@ -514,22 +639,31 @@ class Step:
         self.observer.forget_finished()
 
 
-def private_without_labels(private: Private | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Private | None:
+def private_without_labels(
+    private: Private | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Private | None:
     """What is private; if this is not specified, labels among the inputs are not private."""
     if private is not None or not kwargs:
         return private
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    floating = [key for key, leaf in named.items() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    floating = [
+        key for key, leaf in named.items() if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
     others = [key for key in floating if key not in kwargs or not is_target_name(key)]
     return Private(inputs=others) if others and others != floating else None
 
 
 def _own_coordinates(pieces: Sequence[_Piece], run: Run) -> Tensor | int:
-    """How many private coordinates belong to each example of several passes, [examples], or one number for all."""
+    """How many private coordinates belong to each example of several passes, [examples], or one
+    number for all.
+    """
     counts = [run.coordinates_of(piece.call, piece.examples, piece.part) for piece in pieces]
     if len(pieces) == 1:
         return counts[0]
-    parts = [(torch.as_tensor(count), len(piece.examples)) for count, piece in zip(counts, pieces, strict=True)]
+    parts = [
+        (torch.as_tensor(count), len(piece.examples))
+        for count, piece in zip(counts, pieces, strict=True)
+    ]
     return torch.cat([count.to(pieces[0].examples.z.device).expand(size) for count, size in parts])
 
 
@@ -554,14 +688,19 @@ def with_alternatives(
     Raises:
         ValueError: An alternative has another form or shape than the batch, or is not finite.
     """
-    args, kwargs, targets = as_rows(*examples.public) if ROWS in examples.public[1] else examples.public
+    args, kwargs, targets = (
+        as_rows(*examples.public) if ROWS in examples.public[1] else examples.public
+    )
     inputs = as_given(args, kwargs)
     alternatives: list[Examples] = []
     places: list[tuple[str, tuple[int | None, ...]]] = []
     for name, question in questions.items():
         answers = question.alternatives(inputs, targets)
-        counts = f"{len(answers)} alternatives for its {len(question.answers)} answers"
-        require(len(answers) == len(question.answers), f"the question {name!r} gave {counts}")
+        if len(answers) != len(question.answers):
+            raise ValueError(
+                f"the question {name!r} gave {len(answers)} alternatives for its "
+                f"{len(question.answers)} answers"
+            )
         own: list[int | None] = []
         for answer, other in zip(question.answers, answers, strict=True):
             own.append(None if other is None else len(alternatives))
@@ -574,16 +713,22 @@ def with_alternatives(
 
 def _laid_out(what: str, other: Alternative, examples: Examples, check_values: bool) -> Examples:
     args, kwargs = as_call(other.inputs)
-    positions = sorted(key for key in kwargs if isinstance(key, int))  # as_given names positional inputs by place
+    # as_given names positional inputs by place
+    positions = sorted(key for key in kwargs if isinstance(key, int))
     public: Any = ((*args, *(kwargs.pop(place) for place in positions)), kwargs, other.targets)
     rows = examples.public[1].get(ROWS)
     if rows is not None:  # questions are about all rows of an owner
         args, kwargs, targets = map_tensors(lambda leaf: leaf.unflatten(0, rows.shape), public)
         public = (args, {**kwargs, ROWS: rows}, targets)
     given, true = tensors_of(public), tensors_of(examples.public)
-    shapes, wanted = ([(tuple(leaf.shape), leaf.dtype) for leaf in leaves] for leaves in (given, true))
-    apart = f"{what} has tensors of {shapes}, and the batch has {wanted}; an alternative may differ only in values"
-    require(shapes == wanted, apart)
+    shapes, wanted = (
+        [(tuple(leaf.shape), leaf.dtype) for leaf in leaves] for leaves in (given, true)
+    )
+    if shapes != wanted:
+        raise ValueError(
+            f"{what} has tensors of {shapes}, and the batch has {wanted}; an alternative may "
+            "differ only in values"
+        )
     try:
         if check_values:
             check_finite(*public)

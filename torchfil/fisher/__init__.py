@@ -1,8 +1,8 @@
 """The Fisher information of a private step about each example: plain functions of tensors.
 
 Start with :func:`fim_trace` (how much leaks), :func:`fim_diagonal` (about which coordinate) and
-:mod:`torchfil.bounds` (what that means for an attacker). :mod:`torchfil.fisher.reference` holds slow,
-obviously correct versions of everything here.
+:mod:`torchfil.bounds` (what that means for an attacker). :mod:`torchfil.fisher.reference` holds
+slow, obviously correct versions of everything here.
 """
 
 from torchfil.fisher import reference

@@ -1,13 +1,15 @@
-r"""What an attacker loses by not knowing which steps used the example: factors on the Fisher information.
+r"""What an attacker loses by not knowing which steps used the example: factors on the Fisher
+information.
 
-An example that takes part in a step adds (κ⊥ (J̃ᵀJ̃ − a aᵀ) + κ∥ a aᵀ) / s² to its Fisher information;
-this module gives κ⊥ and κ∥. With ρ = ‖g̃‖/s, ξ ~ N(0, 1) and w(ξ) = q / (q + (1−q) exp(−ρξ − ρ²/2)),
+An example that takes part in a step adds (κ⊥ (J̃ᵀJ̃ − a aᵀ) + κ∥ a aᵀ) / s² to its Fisher
+information; this module gives κ⊥ and κ∥. With ρ = ‖g̃‖/s, ξ ~ N(0, 1) and w(ξ) = q / (q + (1−q)
+exp(−ρξ − ρ²/2)),
 
     exact, Poisson sampling:   κ⊥ = E[w(ξ)],   κ∥ = E[ξ² w(ξ)]
     none:                      κ⊥ = κ∥ = 1
 
-Threat model of the exact factors: the attacker sees every noisy gradient and knows every other example,
-the hyper-parameters and who else is in each batch, but not which steps used the target.
+Threat model of the exact factors: the attacker sees every noisy gradient and knows every other
+example, the hyper-parameters and who else is in each batch, but not which steps used the target.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ _DEGREE = 16
 class Amplification(Protocol):
     """Maps ρ = ‖g̃‖/s, the sampling rate q and the noise multiplier σ to the factors (κ⊥, κ∥).
 
-    :class:`torchfil.fisher.Mechanism` passes q and σ at every use, so that the factors follow a noise scheduler.
+    :class:`torchfil.fisher.Mechanism` passes q and σ at every use, so that the factors follow a
+    noise scheduler.
 
     Attributes:
-        secret_batches: Whether the attacker does not know who was in a batch. If so, which batches draw an example is
-            part of the randomness of a run, and q must be known.
+        secret_batches: Whether the attacker does not know who was in a batch. If so, which batches
+            draw an example is part of the randomness of a run, and q must be known.
     """
 
     @property
@@ -48,18 +51,23 @@ class Amplification(Protocol):
 
         Args:
             rho: ‖g̃‖/s, [batch].
-            q: The rate at which examples are drawn; None: unknown, which secret batches do not allow.
+            q: The rate at which examples are drawn; None: unknown, which secret batches do not
+                allow.
             sigma: The noise multiplier.
         """
 
 
 @dataclass(frozen=True)
 class NoAmplification:
-    """κ⊥ = κ∥ = 1: the attacker knows which batches held the example, or the sampler is not Poisson."""
+    """κ⊥ = κ∥ = 1: the attacker knows which batches held the example, or the sampler is not
+    Poisson.
+    """
 
     secret_batches: ClassVar[bool] = False
 
-    def factors(self, rho: Tensor, q: float | None = None, sigma: float | None = None) -> tuple[Tensor, Tensor]:
+    def factors(
+        self, rho: Tensor, q: float | None = None, sigma: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Ones."""
         return torch.ones_like(rho), torch.ones_like(rho)
 
@@ -69,7 +77,8 @@ class PoissonAmplification:
     """The exact factors of Poisson sampling with rate q; no δ, no failure probability.
 
     Attributes:
-        q: The probability with which an example is in a batch, in (0, 1]; None: that of the mechanism.
+        q: The probability with which an example is in a batch, in (0, 1]; None: that of the
+            mechanism.
 
     Example:
         >>> perp, par = PoissonAmplification(q=0.01).factors(torch.tensor([0.5]))
@@ -84,7 +93,9 @@ class PoissonAmplification:
         if self.q is not None:
             check_rate(self.q)
 
-    def factors(self, rho: Tensor, q: float | None = None, sigma: float | None = None) -> tuple[Tensor, Tensor]:
+    def factors(
+        self, rho: Tensor, q: float | None = None, sigma: float | None = None
+    ) -> tuple[Tensor, Tensor]:
         """κ⊥ = E[w(ξ)], κ∥ = E[ξ² w(ξ)]."""
         return poisson_amplification(rho, agreed_rate(self, q))
 
@@ -98,9 +109,14 @@ def agreed_rate(amplification: Amplification, q: float | None) -> float:
     own: float | None = getattr(amplification, "q", None)
     name, rate = type(amplification).__name__, q if own is None else own
     if rate is None:
-        raise ValueError(f"{name} needs the sampling rate, which is unknown: give it as {name}(q=…), or as sample_rate")
+        raise ValueError(
+            f"{name} needs the sampling rate, which is unknown: give it as {name}(q=…), or as "
+            "sample_rate"
+        )
     if q is not None and not math.isclose(rate, q, rel_tol=1e-9):
-        raise ValueError(f"{name}(q={rate:g}) does not fit: examples are drawn at rate {q:g}; leave q out")
+        raise ValueError(
+            f"{name}(q={rate:g}) does not fit: examples are drawn at rate {q:g}; leave q out"
+        )
     return rate
 
 
@@ -114,10 +130,15 @@ def get_amplification(amplification: str | Amplification) -> Amplification:
     if isinstance(amplification, str):
         if amplification not in _NAMED:
             known = " or ".join(map(repr, _NAMED))
-            raise ValueError(f"amplification={amplification!r} is unknown; use {known}, or pass your own object")
+            raise ValueError(
+                f"amplification={amplification!r} is unknown; use {known}, or pass your own object"
+            )
         return _NAMED[amplification]
     if not isinstance(amplification, Amplification):
-        raise TypeError(f"amplification={amplification!r} needs factors(rho, q, sigma) and a flag secret_batches")
+        raise TypeError(
+            f"amplification={amplification!r} needs factors(rho, q, sigma) and a flag "
+            "secret_batches"
+        )
     return amplification
 
 
@@ -135,16 +156,16 @@ def name_of_amplification(amplification: Amplification) -> str:
 def poisson_amplification(rho: Tensor | float, q: float) -> tuple[Tensor, Tensor]:
     """The exact factors (κ⊥, κ∥) of Poisson subsampling, elementwise in ρ.
 
-    Interpolated from a table made once per q (piecewise Chebyshev polynomials in ρ); relative error below
-    1e-9 for ρ ≥ 0 and q from 1e-6 to 1. Not differentiable.
+    Interpolated from a table made once per q (piecewise Chebyshev polynomials in ρ); relative error
+    below 1e-9 for ρ ≥ 0 and q from 1e-6 to 1. Not differentiable.
 
     Args:
         rho: ‖g̃‖/s ≥ 0, any shape.
         q: The sampling rate, in (0, 1].
 
     Returns:
-        κ⊥ and κ∥ in (0, 1], with ρ's shape, dtype and device (float64 if ρ is a number). Both tend to q
-        for ρ → 0 and to 1 for ρ → ∞.
+        κ⊥ and κ∥ in (0, 1], with ρ's shape, dtype and device (float64 if ρ is a number). Both tend
+        to q for ρ → 0 and to 1 for ρ → ∞.
 
     Example:
         >>> perp, par = poisson_amplification(0.5, q=0.01)  # σ = 2, a gradient at the clip
@@ -153,7 +174,8 @@ def poisson_amplification(rho: Tensor | float, q: float) -> tuple[Tensor, Tensor
     """
     check_rate(q)
     rho = torch.as_tensor(rho, dtype=None if isinstance(rho, Tensor) else torch.float64).detach()
-    capturing = rho.is_cuda and torch.cuda.is_current_stream_capturing()  # then its numbers cannot be read
+    # then its numbers cannot be read
+    capturing = rho.is_cuda and torch.cuda.is_current_stream_capturing()
     if not capturing and bool((~(rho >= 0)).any()):
         raise ValueError(f"rho must be ≥ 0, got {rho[~(rho >= 0)].flatten()[0].item()}")
 
@@ -175,15 +197,17 @@ def _table(q: float, device: torch.device) -> Tensor:
     nodes = np.cos(np.pi * (np.arange(_DEGREE + 1) + 0.5) / (_DEGREE + 1))
     inverse = np.linalg.inv(chebyshev.chebvander(nodes, _DEGREE))
     factors = [_quadrature(_PIECE * (piece + 0.5 * (nodes + 1)), q) for piece in range(_PIECES)]
-    coefficients = [[inverse @ np.log(kappa) for kappa in of_all] for of_all in zip(*factors, strict=True)]
+    coefficients = [
+        [inverse @ np.log(kappa) for kappa in of_all] for of_all in zip(*factors, strict=True)
+    ]
     return torch.from_numpy(np.array(coefficients)).to(device)
 
 
 def _quadrature(rho: np.ndarray, q: float) -> tuple[np.ndarray, np.ndarray]:
     """E[w] and E[ξ²w] by the trapezoidal rule, whose error for this integrand is exp(−2π²/(ρh)).
 
-    The integrand's mass lies within 9 of ξ = 0 or, if q is small, of ξ = ρ before w saturates (ρ ≤ 6 for q ≥ 1e-6; a
-    smaller q raises this limit slowly).
+    The integrand's mass lies within 9 of ξ = 0 or, if q is small, of ξ = ρ before w saturates (ρ ≤
+    6 for q ≥ 1e-6; a smaller q raises this limit slowly).
     """
     reach = 9.5 + math.sqrt(2 * max(0.0, -math.log(q)))
     step = 0.6 / max(1.0, float(rho.max()))
@@ -197,7 +221,9 @@ def _quadrature(rho: np.ndarray, q: float) -> tuple[np.ndarray, np.ndarray]:
 def check_rate(q: float) -> None:
     """Raise unless q is a sampling rate."""
     if not 0 < q <= 1:  # at every step
-        raise ValueError(f"q={q} must lie in (0, 1]: it is the probability that an example is in a batch")
+        raise ValueError(
+            f"q={q} must lie in (0, 1]: it is the probability that an example is in a batch"
+        )
 
 
 def analytic_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
@@ -210,7 +236,9 @@ def analytic_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
         4.3772
     """
     if not noise_multiplier > 0:
-        raise ValueError(f"noise_multiplier={noise_multiplier} must be positive: without noise no ε is finite")
+        raise ValueError(
+            f"noise_multiplier={noise_multiplier} must be positive: without noise no ε is finite"
+        )
     if not 0 < delta < 1:
         raise ValueError(f"delta={delta} must lie strictly between 0 and 1")
     sigma = noise_multiplier
@@ -218,7 +246,10 @@ def analytic_gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     def excess(epsilon: float) -> float:
         log_first = special.log_ndtr(0.5 / sigma - epsilon * sigma)
         log_second = epsilon + special.log_ndtr(-0.5 / sigma - epsilon * sigma)
-        return float((log_first + math.log1p(-math.exp(min(log_second - log_first, -1e-300)))) - math.log(delta))
+        return float(
+            (log_first + math.log1p(-math.exp(min(log_second - log_first, -1e-300))))
+            - math.log(delta)
+        )
 
     if excess(0.0) <= 0:
         return 0.0

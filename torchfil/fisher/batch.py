@@ -1,15 +1,18 @@
-"""The Fisher information of one private step about each example of a batch: matrix, trace, diagonal.
+"""The Fisher information of one private step about each example of a batch: matrix, trace,
+diagonal.
 
-Every function takes the model, an ordinary torch loss, a batch and the settings of DP-SGD, and returns results per
-example. With s = σC and J̃ the Jacobian of the clipped gradient with respect to the private coordinates,
+Every function takes the model, an ordinary torch loss, a batch and the settings of DP-SGD, and
+returns results per example. With s = σC and J̃ the Jacobian of the clipped gradient with respect to
+the private coordinates,
 
     I = J̃ᵀJ̃ / s²                                   (batch membership known)
     I = (κ⊥ (J̃ᵀJ̃ − a aᵀ) + κ∥ a aᵀ) / s²           (subsampled; see torchfil.fisher.amplification)
 
-Memory: the gradients, probes and Jacobian blocks held at once stay below ``max_memory`` bytes, unless one example needs
-more. The model's own activations and the result come on top.
+Memory: the gradients, probes and Jacobian blocks held at once stay below ``max_memory`` bytes,
+unless one example needs more. The model's own activations and the result come on top.
 
-These functions and the training engine both use :class:`PrivateBatch`, which processes a batch chunk by chunk.
+These functions and the training engine both use :class:`PrivateBatch`, which processes a batch
+chunk by chunk.
 """
 
 from __future__ import annotations
@@ -34,14 +37,15 @@ from torchfil.fisher.recording import Plan, RecordedJacobian, UnsupportedCallErr
 from torchfil.fisher.recording import plan as make_plan
 from torchfil.fisher.results import Estimate
 from torchfil.private import Inputs, Private
-from torchfil.utils.errors import require
 from torchfil.utils.trees import concatenated
 
-_WORKING_VECTORS = 8  # vectors of length p per example: g, ĝ, a probe's image and what autograd holds
+# vectors of length p per example: g, ĝ, a probe's image and what autograd holds
+_WORKING_VECTORS = 8
 _FEW_CONVOLUTIONS = 0.25  # of the layers
 _SMALL_PASS = 2**24  # bytes; above, several probes no longer fit into a CPU's cache
 _MOST_PROBES_AT_ONCE = 8
-_COPIES_OF_COLUMNS = 3  # a block of Jacobian columns, as vmap's inner and outer results and their square
+# a block of Jacobian columns, as vmap's inner and outer results and their square
+_COPIES_OF_COLUMNS = 3
 
 
 class StepSettings(TypedDict, total=False):
@@ -50,10 +54,12 @@ class StepSettings(TypedDict, total=False):
     Attributes:
         max_grad_norm: C, as in Opacus. Required.
         noise_multiplier: σ, as in Opacus. Required.
-        clip: "smooth" (the default), "gelu", "gelu-paper", "hard", "rsqrt", or a registered function.
+        clip: "smooth" (the default), "gelu", "gelu-paper", "hard", "rsqrt", or a registered
+            function.
         amplification: The effect of subsampling; None: none.
         private: Which coordinates are private; None: every floating-point input.
-        clip_weights: ω in (0, 1] of each example, [batch], which multiplies its clipped gradient; held fixed.
+        clip_weights: ω in (0, 1] of each example, [batch], which multiplies its clipped gradient;
+            held fixed.
     """
 
     max_grad_norm: Required[float]
@@ -86,7 +92,9 @@ class Measurement:
         def limit(value: Tensor) -> Tensor:
             return torch.where(value == 0, value, value.sign() * math.inf)
 
-        estimates = {name: Estimate.exact(limit(estimate.value)) for name, estimate in self.estimates.items()}
+        estimates = {
+            name: Estimate.exact(limit(estimate.value)) for name, estimate in self.estimates.items()
+        }
         slope = None if self.susceptibility is None else limit(self.susceptibility)
         return Measurement(estimates, self.norm, slope)
 
@@ -116,17 +124,26 @@ class PrivateBatch:
         clip_weights: Tensor | Sequence[float] | None = None,
         **settings: Any,
     ) -> PrivateBatch:
-        """Check everything and bind it together; the other settings are those of :meth:`Mechanism.build`."""
+        """Check everything and bind it together.
+
+        The other settings are those of :meth:`Mechanism.build`.
+        """
         mechanism = Mechanism.build(**settings)
         gradients = ExampleGradients.build(model, loss_fn, inputs, targets, private)
         if clip_weights is None:
             return cls(gradients, mechanism)
 
         weights = torch.as_tensor(clip_weights, dtype=torch.float64, device=gradients.device)
-        shape = f"clip_weights has shape {list(weights.shape)} for a batch of {len(gradients)} examples"
-        require(weights.shape == (len(gradients),), f"{shape}; give one weight for each")
+        if weights.shape != (len(gradients),):
+            raise ValueError(
+                f"clip_weights has shape {list(weights.shape)} for a batch of {len(gradients)} "
+                "examples; give one weight for each"
+            )
         check_clip_weights(weights)
-        return cls(replace(gradients, examples=replace(gradients.examples, clip_weights=weights)), mechanism)
+        return cls(
+            replace(gradients, examples=replace(gradients.examples, clip_weights=weights)),
+            mechanism,
+        )
 
     def estimate(self, quantity: Quantity, *options: Any, **named: Any) -> Estimate:
         """One quantity of each example's FIM; the other arguments are those of :meth:`measure`."""
@@ -151,11 +168,13 @@ class PrivateBatch:
             max_memory: See the module's docstring.
             susceptibility: Whether to compute the PLIS, too.
         """
-        require(num_probes >= 1, f"num_probes={num_probes} must be at least 1")
+        if not num_probes >= 1:
+            raise ValueError(f"num_probes={num_probes} must be at least 1")
         check_estimator(estimator)
         exact = estimator == EXACT
 
-        # the exact estimator holds columns of J and draws nothing; any other holds one vector and draws probes
+        # the exact estimator holds columns of J and draws nothing; any other holds one vector and
+        # draws probes
         columns, vectors = self.working_vectors(estimator, max_memory)
         seeds = () if exact else Draws.seeds_from(num_probes, generator)
         one_pass = not exact and self.mechanism.shares is None and len(self.gradients)
@@ -195,30 +214,58 @@ class PrivateBatch:
         return found.without_noise() if noiseless else found
 
     def probes_at_once(self, num_probes: int, max_memory: int) -> int:
-        """How many weight probes to process together: several if they fit and this is known to be faster.
+        """How many weight probes to process together: several if they fit and this is known to be
+        faster.
 
-        On a CPU, small passes take up to half the time with eight probes; convolutions take slightly more.
+        On a CPU, small passes take up to half the time with eight probes; convolutions take
+        slightly more.
         """
-        if self.plan is None or self.plan.convolutions > _FEW_CONVOLUTIONS or self.gradients.device.type != "cpu":
+        if (
+            self.plan is None
+            or self.plan.convolutions > _FEW_CONVOLUTIONS
+            or self.gradients.device.type != "cpu"
+        ):
             return 1
         held = max(1, self.plan.bytes_per_example * len(self.gradients))
-        return 1 if held > _SMALL_PASS else max(1, min(num_probes, _MOST_PROBES_AT_ONCE, max_memory // held))
+        return (
+            1
+            if held > _SMALL_PASS
+            else max(1, min(num_probes, _MOST_PROBES_AT_ONCE, max_memory // held))
+        )
 
-    def chunks(self, max_memory: int, vectors: int, *, measured: bool = True) -> Iterator[tuple[slice, Jacobian]]:
-        """The batch as Jacobians, in pieces that ``max_memory`` allows; each from a recorded pass if the plan fits.
+    def chunks(
+        self, max_memory: int, vectors: int, *, measured: bool = True
+    ) -> Iterator[tuple[slice, Jacobian]]:
+        """The batch as Jacobians, in pieces that ``max_memory`` allows.
+
+        Each from a recorded pass if the plan fits.
 
         If it is not ``measured``, only the gradients' norms, sums and products are needed.
         """
-        mechanism, recorded = self.mechanism, self.plan if self.plan is not None and self.plan.fits else None
-        size = vectors * self.gradients.bytes_per_vector if recorded is None else recorded.bytes_per_example
+        mechanism, recorded = (
+            self.mechanism,
+            self.plan if self.plan is not None and self.plan.fits else None,
+        )
+        size = (
+            vectors * self.gradients.bytes_per_vector
+            if recorded is None
+            else recorded.bytes_per_example
+        )
         for rows, part in self.gradients.chunks(max_memory, size):
             if recorded is not None:
                 yield rows, RecordedJacobian(part, mechanism, measured=measured)
             else:
-                yield rows, ClippedJacobian(part, mechanism.clip, mechanism.max_grad_norm, mechanism.shares)
+                yield (
+                    rows,
+                    ClippedJacobian(
+                        part, mechanism.clip, mechanism.max_grad_norm, mechanism.shares
+                    ),
+                )
 
     def working_vectors(self, estimator: str, max_memory: int) -> tuple[int, int]:
-        """How many Jacobian columns to hold per example, and how many vectors of length p are needed."""
+        """How many Jacobian columns to hold per example, and how many vectors of length p are
+        needed.
+        """
         if estimator != EXACT:
             return 1, _WORKING_VECTORS
         room = max_memory // self.gradients.bytes_per_vector - _WORKING_VECTORS
@@ -243,17 +290,19 @@ def exact_fim(
         inputs: A tensor, a tuple of positional inputs or a dict of keyword inputs, [batch, …] each.
         targets: The targets for ``loss_fn``, [batch, …].
         max_memory: See the module's docstring.
-        **step: ``max_grad_norm`` and ``noise_multiplier``, and if needed ``clip``, ``amplification``, ``private`` and
-            ``clip_weights``: see :class:`StepSettings`.
+        **step: ``max_grad_norm`` and ``noise_multiplier``, and if needed ``clip``,
+            ``amplification``, ``private`` and ``clip_weights``: see :class:`StepSettings`.
 
     Example:
-        Linear regression, clipped softly by c = sqrt(1 + t²), at a gradient of norm 0 (a perfect fit): the
-        Jacobian of g = 2 (w·x − y) x at w·x = y is J = 2 x wᵀ, and J̃ = J.
+        Linear regression, clipped softly by c = sqrt(1 + t²), at a gradient of norm 0 (a perfect
+        fit): the Jacobian of g = 2 (w·x − y) x at w·x = y is J = 2 x wᵀ, and J̃ = J.
 
         >>> model = nn.Linear(2, 1, bias=False)
         >>> _ = model.weight.data.copy_(torch.tensor([[1.0, 2.0]]))
         >>> x, y = torch.tensor([[1.0, 1.0]]), torch.tensor([[3.0]])
-        >>> exact_fim(model, nn.MSELoss(), x, y, max_grad_norm=1.0, noise_multiplier=2.0, clip="rsqrt")
+        >>> exact_fim(
+        ...     model, nn.MSELoss(), x, y, max_grad_norm=1.0, noise_multiplier=2.0, clip="rsqrt"
+        ... )
         tensor([[[2., 4.],
                  [4., 8.]]])
     """
@@ -313,10 +362,11 @@ def fim_diagonal(
 
 
 def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> Tensor:
-    """The largest Ritz value of the Krylov space after ``iterations`` products, [batch]; ``start`` is [batch, d].
+    """The largest Ritz value of the Krylov space after ``iterations`` products, [batch]; ``start``
+    is [batch, d].
 
-    It is exact (up to rounding) for ``iterations`` ≥ d, or if the space closes earlier; infinite for an example whose
-    products are not finite.
+    It is exact (up to rounding) for ``iterations`` ≥ d, or if the space closes earlier; infinite
+    for an example whose products are not finite.
 
     Example:
         >>> matrix = torch.diag(torch.tensor([1.0, 2.0, 5.0]))
@@ -335,7 +385,9 @@ def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, iterations: int) 
         image = matvec(v)
         tridiagonal[:, k, k] = (v * image).sum(dim=1)
         for _ in range(2):  # twice is enough
-            image = image - torch.einsum("kbd,kb->bd", basis, torch.einsum("kbd,bd->kb", basis, image))
+            image = image - torch.einsum(
+                "kbd,kb->bd", basis, torch.einsum("kbd,bd->kb", basis, image)
+            )
         beta = torch.linalg.vector_norm(image, dim=1)
         scale = torch.maximum(scale, torch.maximum(tridiagonal[:, k, k].abs(), beta))
         closed = beta <= 10 * torch.finfo(start.dtype).eps * scale
@@ -347,7 +399,12 @@ def lanczos(matvec: Callable[[Tensor], Tensor], start: Tensor, iterations: int) 
 
 
 def largest_eigenvalue(matrix: Tensor) -> Tensor:
-    """λ_max of symmetric matrices, [batch] from [batch, d, d], at least 0; infinite if an entry is not finite."""
+    """λ_max of symmetric matrices, [batch] from [batch, d, d], at least 0.
+
+    Infinite if an entry is not finite.
+    """
     finite = matrix.isfinite().all(dim=(1, 2))
-    largest = torch.linalg.eigvalsh(matrix.where(finite[:, None, None], torch.zeros_like(matrix)))[:, -1].clamp(min=0)
+    largest = torch.linalg.eigvalsh(matrix.where(finite[:, None, None], torch.zeros_like(matrix)))[
+        :, -1
+    ].clamp(min=0)
     return torch.where(finite, largest, torch.inf)

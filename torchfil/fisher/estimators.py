@@ -1,4 +1,5 @@
-"""Estimators of the Fisher information I = J̃ᵀMJ̃/s², M = κ⊥P + κ∥ĝĝᵀ: its trace, its diagonal, itself.
+"""Estimators of the Fisher information I = J̃ᵀMJ̃/s², M = κ⊥P + κ∥ĝĝᵀ: its trace, its diagonal,
+itself.
 
 With A = φJᵀP, so that J̃ᵀMJ̃ = κ⊥ A Aᵀ + κ∥ a aᵀ:
 
@@ -6,15 +7,18 @@ With A = φJᵀP, so that J̃ᵀMJ̃ = κ⊥ A Aᵀ + κ∥ a aᵀ:
     "weight-probes"  ‖Au‖² and (Au)⊙(Au) for u ∈ {±1}^p, one Jᵀu each, u shared by the batch: the trace and
                      the diagonal at once; relative variance at most 2 per probe
 
-Only A Aᵀ is sampled: a aᵀ is known exactly once ∇n is (:mod:`torchfil.fisher.operator`), and after some training it is
-half of the trace. A single weight probe saves that derivative: in r = J̃ᵀM^{1/2}(Pu + ĝ)/s = (sqrt(κ⊥)Au + sqrt(κ∥)a)/s
-only Au is random, and ‖r‖² has a relative variance of at most 2, like any probe.
+Only A Aᵀ is sampled: a aᵀ is known exactly once ∇n is (:mod:`torchfil.fisher.operator`), and after
+some training it is half of the trace. A single weight probe saves that derivative: in r =
+J̃ᵀM^{1/2}(Pu + ĝ)/s = (sqrt(κ⊥)Au + sqrt(κ∥)a)/s only Au is random, and ‖r‖² has a relative
+variance of at most 2, like any probe.
 
-Because u is shared, the errors of two examples of one batch are correlated; errors of different draws are not.
+Because u is shared, the errors of two examples of one batch are correlated; errors of different
+draws are not.
 
-The standard error comes from the spread of the probes. A single probe has no spread; from Var X ≤ M (EX)²
-follows E[M/(1+M) X²] ≥ Var X, so its standard error is reported as sqrt(M/(1+M))·X, which is conservative. The mean of
-k probes has the limit M/k instead of M, which says more than the spread of two or three probes.
+The standard error comes from the spread of the probes. A single probe has no spread; from Var X ≤ M
+(EX)² follows E[M/(1+M) X²] ≥ Var X, so its standard error is reported as sqrt(M/(1+M))·X, which is
+conservative. The mean of k probes has the limit M/k instead of M, which says more than the spread
+of two or three probes.
 """
 
 from __future__ import annotations
@@ -49,8 +53,10 @@ class Draws:
     Attributes:
         seeds: One seed per probe.
         columns_at_once: How many columns of J the exact estimator may hold.
-        probes_at_once: How many weight probes may be processed together, if the Jacobian supports it.
-        probes: The probes themselves, if they exist already: in passes that are captured once and replayed.
+        probes_at_once: How many weight probes may be processed together, if the Jacobian supports
+            it.
+        probes: The probes themselves, if they exist already: in passes that are captured once and
+            replayed.
     """
 
     seeds: tuple[int, ...]
@@ -62,24 +68,33 @@ class Draws:
     def seeds_from(cls, num_probes: int, generator: torch.Generator | None) -> tuple[int, ...]:
         """Seeds for ``num_probes`` probes from a generator (None: torch's global one)."""
         device = generator.device if generator is not None else torch.device("cpu")
-        return tuple(torch.randint(2**62, (num_probes,), generator=generator, device=device).tolist())
+        return tuple(
+            torch.randint(2**62, (num_probes,), generator=generator, device=device).tolist()
+        )
 
     def signs(self, *shape: int, like: Tensor) -> Iterator[Tensor]:
         """For each probe, a tensor of ±1 of that shape, with ``like``'s dtype and device."""
         yield from self.probes
         for seed in () if self.probes else self.seeds:
-            yield signs_of(draw_bits(seed, torch.empty(shape, dtype=torch.int8, device=like.device)), like.dtype)
+            yield signs_of(
+                draw_bits(seed, torch.empty(shape, dtype=torch.int8, device=like.device)),
+                like.dtype,
+            )
 
 
 def draw_bits(seed: int, bits: Tensor, source: torch.Generator | None = None) -> Tensor:
-    """Fill ``bits`` with the zeros and ones of that seed; on a CPU, each random number gives 64 of them.
+    """Fill ``bits`` with the zeros and ones of that seed.
+
+    On a CPU, each random number gives 64 of them.
 
     ``source`` is seeded again; None: a new generator.
     """
     source = (source or torch.Generator(device=bits.device)).manual_seed(seed)
     if bits.device.type != "cpu":
         return bits.random_(0, 2, generator=source)
-    words = torch.empty(-(-bits.numel() // 64), dtype=torch.int64).random_(-(2**63), None, generator=source)
+    words = torch.empty(-(-bits.numel() // 64), dtype=torch.int64).random_(
+        -(2**63), None, generator=source
+    )
     drawn = np.unpackbits(words.numpy().view(np.uint8), count=bits.numel())
     return bits.copy_(torch.from_numpy(drawn).reshape(bits.shape))
 
@@ -113,20 +128,28 @@ class RunningMoments:
         self.squares = self.squares + delta * (sample - self.mean)
 
     def variance(self) -> Tensor:
-        """The variance of the mean, from the spread of the samples or, for a single sample, from its limit."""
+        """The variance of the mean, from the spread of the samples or, for a single sample, from
+        its limit.
+        """
         if self.count == 1 and self.spread is not None:
             return self.spread / (1 + self.spread) * self.mean.square()
         return self.squares / (self.count * (self.count - 1))
 
     def limit(self) -> Tensor | None:
-        """Another variance, which on average is not too small, whatever is sampled; None if unknown."""
+        """Another variance, which on average is not too small, whatever is sampled.
+
+        None if unknown.
+        """
         if self.spread is None:
             return None
         largest = self.spread / self.count
         return (largest if self.chi_square else largest / (1 + largest)) * self.mean.square()
 
     def result(self, factor: Tensor | float = 1.0, certain: Tensor | None = None) -> Estimate:
-        """The estimate ``factor`` · mean + ``certain``, where only the mean was sampled; None: 0."""
+        """The estimate ``factor`` · mean + ``certain``, where only the mean was sampled.
+
+        None: 0.
+        """
         mean, limit = factor * self.mean, self.limit()
         return Estimate(
             mean if certain is None else mean + certain,
@@ -141,12 +164,15 @@ class RunningMoments:
 
 Results = dict[Quantity, Estimate]
 
-# Estimates quantities of I for the examples of one chunk, all from the same draws. "exact" needs a ClippedJacobian and
-# draws nothing; any other takes any Jacobian, which has norms and products with vectors of length p only.
+# Estimates quantities of I for the examples of one chunk, all from the same draws. "exact" needs a
+# ClippedJacobian and draws nothing; any other takes any Jacobian, which has norms and products with
+# vectors of length p only.
 EstimatorFunction = Callable[[Any, Mechanism, Sequence[Quantity], Draws], Results]
 
 
-def exact(jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws) -> Results:
+def exact(
+    jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
+) -> Results:
     """All columns of J; no sampling."""
     perp, par = mechanism.weights(jacobian.clipped_norm)
     a = jacobian.clipped_norm_gradient()
@@ -162,11 +188,18 @@ def exact(jacobian: ClippedJacobian, mechanism: Mechanism, quantities: Sequence[
     return {name: Estimate.exact(values[name]) for name in quantities}
 
 
-def weight_probes(jacobian: Jacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws) -> Results:
-    """‖r‖², r⊙r and r rᵀ for r = φJᵀPu, or J̃ᵀM^{1/2}(Pu + ĝ)/s for a single probe; the batch shares the signs u."""
+def weight_probes(
+    jacobian: Jacobian, mechanism: Mechanism, quantities: Sequence[Quantity], draws: Draws
+) -> Results:
+    """‖r‖², r⊙r and r rᵀ for r = φJᵀPu, or J̃ᵀM^{1/2}(Pu + ĝ)/s for a single probe.
+
+    The batch shares the signs u.
+    """
     single = len(draws.seeds) == 1
     if single and "matrix" in quantities:
-        raise ValueError("num_probes=1 gives a full matrix no error bar (its entries change sign); use 2 or more")
+        raise ValueError(
+            "num_probes=1 gives a full matrix no error bar (its entries change sign); use 2 or more"
+        )
     like = torch.empty(0, dtype=jacobian.gradients.dtype, device=jacobian.gradients.device)
     probes = draws.signs(jacobian.gradients.num_parameters, like=like)
     rows: Iterable[Tensor]
@@ -175,10 +208,13 @@ def weight_probes(jacobian: Jacobian, mechanism: Mechanism, quantities: Sequence
     else:
         rows = jacobian.perpendicular_rows(probes, draws.probes_at_once)
 
-    totals = {name: RunningMoments(None if name == "matrix" else _PROBE_SPREAD) for name in quantities}
+    totals = {
+        name: RunningMoments(None if name == "matrix" else _PROBE_SPREAD) for name in quantities
+    }
     for r in rows:
         for name, total in totals.items():
-            total.chi_square = name == "diagonal" or r.shape[1] == 1  # one squared number per probe, no sum of many
+            # one squared number per probe, no sum of many
+            total.chi_square = name == "diagonal" or r.shape[1] == 1
             total.add(_OF_ROW[name](r))
     if single:
         return {name: total.result() for name, total in totals.items()}

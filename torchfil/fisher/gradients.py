@@ -1,12 +1,14 @@
-"""The gradient of one example's loss as a function of its private coordinates, and its Jacobian's products.
+"""The gradient of one example's loss as a function of its private coordinates, and its Jacobian's
+products.
 
-With ℓ(z; w) the loss of one example as a function of its private coordinates z ∈ R^d and the trainable
-parameters w ∈ R^p, this module gives, for every example of a batch,
+With ℓ(z; w) the loss of one example as a function of its private coordinates z ∈ R^d and the
+trainable parameters w ∈ R^p, this module gives, for every example of a batch,
 
     g = ∇_w ℓ ∈ R^p,   Jv = ∇_w ⟨∇_z ℓ, v⟩,   Jᵀu = ∇_z ⟨∇_w ℓ, u⟩,   J = ∂g/∂z ∈ R^{p×d}.
 
-Both products are a gradient of a gradient: no forward-mode rule is needed, so every module that can be
-differentiated twice works. Clipping, noise and subsampling come later, in :mod:`torchfil.fisher.operator`.
+Both products are a gradient of a gradient: no forward-mode rule is needed, so every module that can
+be differentiated twice works. Clipping, noise and subsampling come later, in
+:mod:`torchfil.fisher.operator`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchfil.fisher import models
 from torchfil.fisher.masks import replayed_masks
 from torchfil.private import Examples, Inputs, Private, added_to_outputs
-from torchfil.utils.errors import UnsupportedModuleError, ran_out, require
+from torchfil.utils.errors import UnsupportedModuleError, ran_out
 from torchfil.utils.trees import map_tensors, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -42,11 +44,15 @@ class ModelFacts:
     Modules are given by name, so that the facts hold for the model and for its copy.
 
     Attributes:
-        whole: Modules whose parameters cannot be watched one by one: their calls are recorded, whatever their rule.
-        watched: Layers whose parameters are watched instead of their calls: they are called without the examples (on a
-            range of positions), or not called at all (``F.linear(x, self.layer.weight)``).
-        layouts: For each call of a layer, the dimension of the examples in its output; None: the first everywhere.
-        overwrites: Whether the model or its loss overwrites a layer's input or output, so that copies are needed.
+        whole: Modules whose parameters cannot be watched one by one: their calls are recorded,
+            whatever their rule.
+        watched: Layers whose parameters are watched instead of their calls: they are called without
+            the examples (on a range of positions), or not called at all (``F.linear(x,
+            self.layer.weight)``).
+        layouts: For each call of a layer, the dimension of the examples in its output; None: the
+            first everywhere.
+        overwrites: Whether the model or its loss overwrites a layer's input or output, so that
+            copies are needed.
         unmapped: Whether torch.func does not run the model: it reads a tensor's values, …
         probes_apart: Whether probes cannot be processed together.
         layers: What a recorded pass does with each layer, by model; follows from the rest.
@@ -71,20 +77,21 @@ class ExampleGradients:
         * An empty batch gives empty tensors of the right shape.
 
     Attributes:
-        model: Any module; it is called functionally and left unchanged. If Opacus has made the model private, a copy
-            without hooks is called, with the current weights.
+        model: Any module; it is called functionally and left unchanged. If Opacus has made the
+            model private, a copy without hooks is called, with the current weights.
         loss_fn: ``loss_fn(outputs, targets)``, an ordinary torch loss.
-        examples: The batch with its private coordinates, and the masks for active dropout; without masks, a model that
-            draws random numbers is refused.
+        examples: The batch with its private coordinates, and the masks for active dropout; without
+            masks, a model that draws random numbers is refused.
         parameters: The trainable parameters by name, detached.
         constants: Frozen parameters and buffers by name.
         autocast: The dtype of autocast under which model and loss run; None: without.
-        probe_precision: The precision of products with probes, see :func:`torchfil.fisher.models.probes_in`; None:
-            as everything else.
-        twice: Whether passes will be differentiated twice; if not, fused attention kernels may be used.
+        probe_precision: The precision of products with probes, see
+            :func:`torchfil.fisher.models.probes_in`; None: as everything else.
+        twice: Whether passes will be differentiated twice; if not, fused attention kernels may be
+            used.
         facts: What earlier passes over the model have shown.
-        rows_at_once: How many rows of an owner a mapped pass takes; None: all. Everything here is linear in the loss,
-            so it is added up over the rows.
+        rows_at_once: How many rows of an owner a mapped pass takes; None: all. Everything here is
+            linear in the loss, so it is added up over the rows.
     """
 
     model: nn.Module
@@ -100,21 +107,30 @@ class ExampleGradients:
 
     @classmethod
     def build(
-        cls, model: nn.Module, loss_fn: LossFunction, inputs: Inputs, targets: object, private: Private | None = None
+        cls,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        inputs: Inputs,
+        targets: object,
+        private: Private | None = None,
     ) -> ExampleGradients:
         """Check the model and the batch, and bind them together, with autocast as it is now.
 
         Raises:
-            UnsupportedModuleError: BatchNorm (it mixes examples), or active dropout (its gradient is random).
-            ValueError: No trainable parameter; a batch that :meth:`Examples.build` refuses; a loss that
-                gives more than one number for one example, or a mean weighted by class.
+            UnsupportedModuleError: BatchNorm (it mixes examples), or active dropout (its gradient
+                is random).
+            ValueError: No trainable parameter; a batch that :meth:`Examples.build` refuses; a loss
+                that gives more than one number for one example, or a mean weighted by class.
         """
         models.check_unweighted_mean(loss_fn)
         live, model = models.without_opacus(model)
         models.check_modules(model)
         parameters, constants = models.trainable_and_constant(live)
-        none = f"{type(model).__name__} has no trainable parameter, so its gradient releases nothing; unfreeze some"
-        require(bool(parameters), none)
+        if not parameters:
+            raise ValueError(
+                f"{type(model).__name__} has no trainable parameter, so its gradient releases "
+                "nothing; unfreeze some"
+            )
         examples = Examples.build(inputs, targets, private, model=live)
         device = next(iter(parameters.values())).device
         return cls(model, loss_fn, examples, parameters, constants, models.autocast_now(device))
@@ -134,7 +150,9 @@ class ExampleGradients:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The dtype of gradients, norms and sums: the parameters' dtype, or float32 if that is wider."""
+        """The dtype of gradients, norms and sums: the parameters' dtype, or float32 if that is
+        wider.
+        """
         return models.wide_dtype(next(iter(self.parameters.values())).dtype)
 
     @cached_property
@@ -145,13 +163,18 @@ class ExampleGradients:
     @cached_property
     def reduced(self) -> bool:
         """Whether the model computes with fewer digits than float32 has."""
-        return self.autocast is not None or next(iter(self.parameters.values())).dtype in models.REDUCED
+        return (
+            self.autocast is not None
+            or next(iter(self.parameters.values())).dtype in models.REDUCED
+        )
 
     @contextlib.contextmanager
     def forward_state(self) -> Iterator[None]:
-        """Inside, model and loss run as the accounting needs them: under their autocast, differentiable twice.
+        """Inside, model and loss run as the accounting needs them: under their autocast,
+        differentiable twice.
 
-        Fused attention kernels are also left out if they would draw dropout's masks where nobody sees them.
+        Fused attention kernels are also left out if they would draw dropout's masks where nobody
+        sees them.
         """
         with contextlib.ExitStack() as stack:
             if self.autocast is not None or torch.is_autocast_enabled(self.device.type):
@@ -165,8 +188,8 @@ class ExampleGradients:
     def backward_state(self, *, probes: bool = False) -> Iterator[None]:
         """Take derivatives of such passes inside: without autocast, as in a training loop.
 
-        Matrix products in TF32 keep all digits of bfloat16 and float16 numbers. Products with ``probes`` are only as
-        precise as these need it.
+        Matrix products in TF32 keep all digits of bfloat16 and float16 numbers. Products with
+        ``probes`` are only as precise as these need it.
         """
         reduced = self.reduced
         with differentiable_twice(), contextlib.ExitStack() as stack:
@@ -183,8 +206,13 @@ class ExampleGradients:
         """The bytes of one vector of length p."""
         return self.num_parameters * self.dtype.itemsize
 
-    def chunks(self, max_memory: int, bytes_per_example: int) -> Iterator[tuple[slice, ExampleGradients]]:
-        """The batch in pieces that fit in ``max_memory`` bytes, of one example or more; an empty batch is one piece."""
+    def chunks(
+        self, max_memory: int, bytes_per_example: int
+    ) -> Iterator[tuple[slice, ExampleGradients]]:
+        """The batch in pieces that fit in ``max_memory`` bytes, of one example or more.
+
+        An empty batch is one piece.
+        """
         count, room = len(self.examples), max(1, max_memory // max(1, bytes_per_example))
         if count <= room:
             yield slice(0, count), self
@@ -198,7 +226,11 @@ class ExampleGradients:
         def doubled(value: Tensor) -> Tensor:
             return value.double() if value.is_floating_point() else value
 
-        examples = replace(self.examples, z=self.examples.z.double(), public=map_tensors(doubled, self.examples.public))
+        examples = replace(
+            self.examples,
+            z=self.examples.z.double(),
+            public=map_tensors(doubled, self.examples.public),
+        )
         parameters, constants = map_tensors(doubled, (self.parameters, self.constants))
         own = {"examples": examples, "parameters": parameters, "constants": constants}
         return replace(self, **own, autocast=None, probe_precision=None)
@@ -222,7 +254,9 @@ class ExampleGradients:
 
         Faster computations are checked against it.
         """
-        parameters = {name: value.clone().requires_grad_() for name, value in self.parameters.items()}
+        parameters = {
+            name: value.clone().requires_grad_() for name, value in self.parameters.items()
+        }
         one = self.examples[slice(i, i + 1)]
         public = map_tensors(lambda leaf: leaf[0], one.public)
         z = one.z[0].detach().requires_grad_()
@@ -230,7 +264,9 @@ class ExampleGradients:
         with torch.enable_grad(), replayed_masks(one.masks), self.backward_state():
             with self.forward_state():
                 loss = self.loss_of_one(parameters, z, public)
-            by_parameter = torch.autograd.grad(loss, list(parameters.values()), create_graph=True, **options)
+            by_parameter = torch.autograd.grad(
+                loss, list(parameters.values()), create_graph=True, **options
+            )
             g = models.wide(torch.cat([part.flatten() for part in by_parameter]))
             if not g.requires_grad:
                 return g, torch.zeros_like(z), torch.zeros_like(z)
@@ -258,7 +294,9 @@ class ExampleGradients:
 
             def directional(z: Tensor) -> Tensor:
                 gradient = self._grad_and_value(self.loss_of_one)(self.parameters, z, public)[0]
-                return torch.stack([(gradient[name] * direction[name]).sum() for name in gradient]).sum()
+                return torch.stack(
+                    [(gradient[name] * direction[name]).sum() for name in gradient]
+                ).sum()
 
             return self._grad_and_value(directional)(z)[0]
 
@@ -266,10 +304,14 @@ class ExampleGradients:
 
     def jacobian_columns(self, coordinates: slice) -> Tensor:
         """The columns ``coordinates`` of J, [batch, p, columns]."""
-        basis = torch.eye(self.num_coordinates, dtype=self.examples.z.dtype, device=self.device)[coordinates]
-        # Inside two vmaps dropout, where one shares masks, crashes on CUDA, and PReLU is wrong or fails (torch 2.13):
-        # one vmap, over a copy of each example for each column.
-        if self.examples.masks or any(isinstance(module, nn.PReLU) for module in self.model.modules()):
+        basis = torch.eye(self.num_coordinates, dtype=self.examples.z.dtype, device=self.device)[
+            coordinates
+        ]
+        # Inside two vmaps dropout, where one shares masks, crashes on CUDA, and PReLU is wrong or
+        # fails (torch 2.13): one vmap, over a copy of each example for each column.
+        if self.examples.masks or any(
+            isinstance(module, nn.PReLU) for module in self.model.modules()
+        ):
             rows = torch.arange(len(self)).repeat_interleave(len(basis))
             columns = replace(self, examples=self.examples[rows]).jvp(basis.repeat(len(self), 1))
             return columns.unflatten(0, (len(self), len(basis))).mT
@@ -282,18 +324,30 @@ class ExampleGradients:
         return self._map(one, (), (self.num_parameters, len(basis)))
 
     def loss_of_one(self, parameters: dict[str, Tensor], z: Tensor, public: object) -> Tensor:
-        """ℓ of one example as a function of the weights by name and z [d]; ``public`` is the rest of the example."""
+        """ℓ of one example as a function of the weights by name and z [d]; ``public`` is the rest
+        of the example.
+        """
         args, kwargs, target, offsets = self.examples.restore(z, public)
         batched = map_tensors(lambda leaf: leaf.unsqueeze(0), (args, kwargs, target))
         with added_to_outputs(self.model, offsets):
-            outputs = models.call_with(self.model, {**parameters, **self.own_constants()}, batched[0], batched[1])
+            outputs = models.call_with(
+                self.model, {**parameters, **self.own_constants()}, batched[0], batched[1]
+            )
         value = self.loss_fn(outputs, batched[2])
-        many = f"loss_fn gave {value.numel()} numbers (shape {tuple(value.shape)}) for one example"
-        require(value.numel() == 1, f"{many}; it must give one: use reduction='mean' or 'sum'")
+        if value.numel() != 1:
+            raise ValueError(
+                f"loss_fn gave {value.numel()} numbers (shape {tuple(value.shape)}) for one "
+                "example; it must give one: use reduction='mean' or 'sum'"
+            )
         return value.reshape(())
 
-    def _grad_and_value(self, function: Callable[..., Tensor], argnum: int = 0) -> Callable[..., tuple[Any, Tensor]]:
-        """torch.func's ``grad_and_value``; the same by plain backward passes if torch.func does not run the model."""
+    def _grad_and_value(
+        self, function: Callable[..., Tensor], argnum: int = 0
+    ) -> Callable[..., tuple[Any, Tensor]]:
+        """torch.func's ``grad_and_value``.
+
+        The same by plain backward passes if torch.func does not run the model.
+        """
         return (_plain_grad_and_value if self.facts.unmapped else grad_and_value)(function, argnum)
 
     @cached_property
@@ -301,16 +355,26 @@ class ExampleGradients:
         return frozenset(name for name, _ in self.model.named_buffers())
 
     def own_constants(self) -> dict[str, Tensor]:
-        """The constants, with copies of buffers: a forward pass may write into them, but a mapped one must not."""
-        return {name: value.clone() if name in self._buffers else value for name, value in self.constants.items()}
+        """The constants, with copies of buffers: a forward pass may write into them, but a mapped
+        one must not.
+        """
+        return {
+            name: value.clone() if name in self._buffers else value
+            for name, value in self.constants.items()
+        }
 
     def _map(
-        self, one: Callable[..., Tensor], extra: tuple[tuple[Tensor, int | None], ...], shape: tuple[int, ...]
+        self,
+        one: Callable[..., Tensor],
+        extra: tuple[tuple[Tensor, int | None], ...],
+        shape: tuple[int, ...],
     ) -> Tensor:
-        """``one`` over all examples together, or one after the other if torch.func does not run the model.
+        """``one`` over all examples together, or one after the other if torch.func does not run the
+        model.
 
-        It does not run models that read a tensor's values, send rows to experts, or have autograd functions of old;
-        later batches are then not mapped, either. An empty batch gives an empty tensor of that trailing shape.
+        It does not run models that read a tensor's values, send rows to experts, or have autograd
+        functions of old; later batches are then not mapped, either. An empty batch gives an empty
+        tensor of that trailing shape.
         """
         if self.rows_at_once is not None:
             total = torch.zeros(len(self), *shape, dtype=self.dtype, device=self.device)
@@ -319,7 +383,8 @@ class ExampleGradients:
                 found = replace(self, examples=part, rows_at_once=None)._map(one, extra, shape)
                 total += share.reshape(-1, *(1,) * len(shape)) * found
             return total
-        examples, alone = self.examples, replace(self, autocast=None)  # torch.func does not support autocast
+        # torch.func does not support autocast
+        examples, alone = self.examples, replace(self, autocast=None)
         if len(examples) == 0:
             return torch.zeros(0, *shape, dtype=self.dtype, device=self.device)
         in_dims = (0, examples.in_dims, *(dim for _, dim in extra))
@@ -328,11 +393,15 @@ class ExampleGradients:
         for _ in range(0 if unmapped else 2):  # an error that does not come again is not vmap's
             try:
                 with alone.forward_state(), replayed_masks(examples.masks):
-                    return models.wide(mapped(examples.z, examples.public, *(given for given, _ in extra)).detach())
+                    return models.wide(
+                        mapped(examples.z, examples.public, *(given for given, _ in extra)).detach()
+                    )
             except RuntimeError as error:
                 if "randomness" in str(error):
-                    what = "the model draws random numbers in its forward pass (dropout called as a function?)"
-                    raise UnsupportedModuleError(f"{what}: its gradient is random; use eval mode") from error
+                    raise UnsupportedModuleError(
+                        "the model draws random numbers in its forward pass (dropout called as a "
+                        "function?): its gradient is random; use eval mode"
+                    ) from error
                 if ran_out(error):
                     raise
                 cause = models.first_line(error)
@@ -350,9 +419,10 @@ class ExampleGradients:
             if ran_out(error):
                 raise
             raise UnsupportedModuleError(
-                f"one example's gradient, or its derivative, cannot be computed ({models.first_line(error)}): the "
-                "model does not run on a batch of one, or torch has no second derivative of an operation. Write it "
-                "with others, for example (x[:, None] - y).norm(dim=-1) instead of torch.cdist(x, y)."
+                "one example's gradient, or its derivative, cannot be computed "
+                f"({models.first_line(error)}): the model does not run on a batch of one, or "
+                "torch has no second derivative of an operation. Write it with others, for "
+                "example (x[:, None] - y).norm(dim=-1) instead of torch.cdist(x, y)."
             ) from error
         finally:
             self.facts.unmapped = unmapped or len(rows) == len(examples)
@@ -368,17 +438,26 @@ class ExampleGradients:
         return {name: piece.reshape(value.shape) for (name, value), piece in named}
 
 
-def _plain_grad_and_value(function: Callable[..., Tensor], argnum: int) -> Callable[..., tuple[Any, Tensor]]:
-    """The gradient with respect to one argument, which can be differentiated again, and the value."""
+def _plain_grad_and_value(
+    function: Callable[..., Tensor], argnum: int
+) -> Callable[..., tuple[Any, Tensor]]:
+    """The gradient with respect to one argument, which can be differentiated again, and the
+    value.
+    """
 
     def run(*args: object) -> tuple[Any, Tensor]:
-        given = map_tensors(lambda leaf: leaf if leaf.requires_grad else leaf.detach().requires_grad_(), args[argnum])
+        given = map_tensors(
+            lambda leaf: leaf if leaf.requires_grad else leaf.detach().requires_grad_(),
+            args[argnum],
+        )
         leaves = tensors_of(given)
         with torch.enable_grad():
             value = function(*args[:argnum], given, *args[argnum + 1 :])
             constant = 0 * torch.stack([leaf.sum() for leaf in leaves]).sum()
             moving = value if value.requires_grad else constant
-            found = torch.autograd.grad(moving, leaves, create_graph=True, allow_unused=True, materialize_grads=True)
+            found = torch.autograd.grad(
+                moving, leaves, create_graph=True, allow_unused=True, materialize_grads=True
+            )
             parts = iter(found)
         return map_tensors(lambda _: next(parts), given), value
 
@@ -394,7 +473,11 @@ def differentiable_twice() -> contextlib.AbstractContextManager[None]:
     """Inside, attention uses plain kernels, because fused ones have no second derivative."""
     cuda = torch.backends.cuda
     fused = cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
-    return _plain_attention() if fused or torch.backends.mha.get_fastpath_enabled() else contextlib.nullcontext()
+    return (
+        _plain_attention()
+        if fused or torch.backends.mha.get_fastpath_enabled()
+        else contextlib.nullcontext()
+    )
 
 
 @contextlib.contextmanager

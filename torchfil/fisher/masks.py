@@ -1,11 +1,14 @@
-"""Random numbers that a forward pass draws (mostly dropout's masks): recorded once and replayed in later passes.
+"""Random numbers that a forward pass draws (mostly dropout's masks): recorded once and replayed in
+later passes.
 
-A training loop's forward pass draws masks, and the accounting needs the gradient under exactly these masks. Later
-passes (recorded, mapped over examples, one example alone, captured in a CUDA graph) draw in other shapes and with other
-kernels. Therefore the numbers themselves are kept. They are recorded below autograd and vmap, where every random
-operation of torch appears with its plain tensors.
+A training loop's forward pass draws masks, and the accounting needs the gradient under exactly
+these masks. Later passes (recorded, mapped over examples, one example alone, captured in a CUDA
+graph) draw in other shapes and with other kernels. Therefore the numbers themselves are kept. They
+are recorded below autograd and vmap, where every random operation of torch appears with its plain
+tensors.
 
-The attacker is assumed to know the masks, which can only overstate the leakage (the Fisher information is convex).
+The attacker is assumed to know the masks, which can only overstate the leakage (the Fisher
+information is convex).
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ _MASK_SECOND = (torch.ops.aten.native_dropout.default,)  # gives (values, mask)
 
 @dataclass(frozen=True)
 class _Draw:
-    """How a mask was drawn: with one probability for all numbers, by dropout itself or into a tensor."""
+    """How a mask was drawn: with one probability for all numbers, by dropout itself or into a
+    tensor.
+    """
 
     probability: float
     dtype: torch.dtype
@@ -46,7 +51,11 @@ class _Draw:
         if func in _MASK_SECOND:
             return cls(float(args[1]), args[0].dtype, by_dropout=True)
         if func is torch.ops.aten.bernoulli_.float and kwargs.get("generator") is None:
-            return cls(float(args[1] if len(args) > 1 else kwargs.get("p", 0.5)), args[0].dtype, by_dropout=False)
+            return cls(
+                float(args[1] if len(args) > 1 else kwargs.get("p", 0.5)),
+                args[0].dtype,
+                by_dropout=False,
+            )
         return None
 
     def again(self, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -85,15 +94,19 @@ class _Recorder(TorchDispatchMode):
         if _draws(func, args):
             drawn = result[1] if func in _MASK_SECOND else result
             if not isinstance(drawn, Tensor) or not _gives_all_it_draws(func):
-                unseen = f"the random numbers of {func} cannot be seen from outside, so its gradient cannot be repeated"
-                raise UnsupportedModuleError(f"{unseen}: use dropout 0 there, or put that part in eval mode")
+                raise UnsupportedModuleError(
+                    f"the random numbers of {func} cannot be seen from outside, so its gradient "
+                    "cannot be repeated: use dropout 0 there, or put that part in eval mode"
+                )
             self.masks.append(drawn.detach().clone())  # it may be changed in place afterwards
             self.draws.append(_Draw.of(func, args, kwargs or {}))
         return result
 
 
 class _Replayer(TorchDispatchMode):
-    """Inside, draws are replaced by masks: ``given(mask, shape)`` are the numbers that replace a draw of that shape."""
+    """Inside, draws are replaced by masks: ``given(mask, shape)`` are the numbers that replace a
+    draw of that shape.
+    """
 
     def __init__(self, masks: Sequence[Tensor], given: Given) -> None:
         super().__init__()
@@ -113,7 +126,8 @@ class _Replayer(TorchDispatchMode):
             values, probability = args[0], float(args[1])
             keep = self.given(mask, values.shape).to(torch.bool)
             scale = 1 / (1 - probability) if probability < 1 else 0.0
-            return torch.ops.aten.native_dropout_backward(values, keep, scale), keep  # values · keep · scale
+            # values · keep · scale
+            return torch.ops.aten.native_dropout_backward(values, keep, scale), keep
 
         if func._schema.is_mutable:
             return args[0].copy_(self.given(mask, args[0].shape))
@@ -138,13 +152,18 @@ def recorded_masks() -> Iterator[list[Tensor]]:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the examples lie in a mask: along ``dim``, with shape[dim] rows each; None: all share one mask."""
+    """Where the examples lie in a mask: along ``dim``, with shape[dim] rows each.
+
+    None: all share one mask.
+    """
 
     shape: torch.Size
     dim: int | None
 
     def by_example(self, mask: Tensor, batch: int, groups: Tensor | None = None) -> Tensor:
-        """A batch's mask as [batch, …], where … is the shape that a single example, or group of rows, draws."""
+        """A batch's mask as [batch, …], where … is the shape that a single example, or group of
+        rows, draws.
+        """
         if self.dim is None:
             return mask.expand(batch if groups is None else len(groups), *mask.shape)
         by_row = mask.unflatten(self.dim, (batch, self.shape[self.dim])).movedim(self.dim, 0)
@@ -161,24 +180,31 @@ class _Layout:
 
 
 class MaskLayouts:
-    """Arranges the masks of a batch by example: [batch, …], where … is the shape that a single example draws.
+    """Arranges the masks of a batch by example: [batch, …], where … is the shape that a single
+    example draws.
 
-    The first dimension of a mask need not be the examples: attention draws [batch · heads, …], a recurrent model
-    [time, batch, …], and some masks are shared by all. A pass over the first example alone shows which it is, once for
-    every kind of batch. If two batches of a kind have drawn alike, masks for a third can be drawn without the model
-    (:meth:`again`).
+    The first dimension of a mask need not be the examples: attention draws [batch · heads, …], a
+    recurrent model [time, batch, …], and some masks are shared by all. A pass over the first
+    example alone shows which it is, once for every kind of batch. If two batches of a kind have
+    drawn alike, masks for a third can be drawn without the model (:meth:`again`).
     """
 
     def __init__(self) -> None:
-        self._seen: dict[Hashable, tuple[tuple[_Layout, ...], tuple[_Draw | None, ...], int]] = {}  # and how often
+        # and how often
+        self._seen: dict[Hashable, tuple[tuple[_Layout, ...], tuple[_Draw | None, ...], int]] = {}
 
     def again(self, kind: Hashable, batch: int, device: torch.device) -> DrawnMasks | None:
-        """Masks as a forward pass over this many examples would draw them; None if that is not known."""
+        """Masks as a forward pass over this many examples would draw them.
+
+        None if that is not known.
+        """
         layouts, draws, times = self._seen.get(kind, ((), (), 0))
         if times < _TIMES_ALIKE or len(draws) != len(layouts) or None in draws:
             return None
         pairs = zip(layouts, draws, strict=True)
-        drawn = (draw.again(layout.of_batch(batch), device) for layout, draw in pairs if draw is not None)
+        drawn = (
+            draw.again(layout.of_batch(batch), device) for layout, draw in pairs if draw is not None
+        )
         return DrawnMasks.of(drawn, draws)
 
     def by_example(
@@ -196,7 +222,8 @@ class MaskLayouts:
             batch: The number of examples.
             kind: Batches of one kind have the same layouts, except for their size.
             run_first: Runs the model on the first example alone.
-            groups: If several rows are one example, which these are, [examples, K]; ``batch`` counts rows then.
+            groups: If several rows are one example, which these are, [examples, K]; ``batch``
+                counts rows then.
 
         Raises:
             UnsupportedModuleError: Alone, an example draws something else.
@@ -221,15 +248,19 @@ class MaskLayouts:
                 self._seen.clear()
         draws = getattr(masks, "draws", ())
         self._seen[kind] = layouts, draws, times + 1 if draws == before else 1
-        return tuple(layout.by_example(mask, batch, groups) for layout, mask in zip(layouts, masks, strict=True))
+        return tuple(
+            layout.by_example(mask, batch, groups)
+            for layout, mask in zip(layouts, masks, strict=True)
+        )
 
 
 @contextlib.contextmanager
 def replayed_masks(masks: Sequence[Tensor], given: Given | None = None) -> Iterator[None]:
-    """Inside, torch's random operations return these numbers, in order, in whatever shape a mapped pass needs.
+    """Inside, torch's random operations return these numbers, in order, in whatever shape a mapped
+    pass needs.
 
-    Without masks nothing changes. ``given`` finds the part of a mask that replaces a draw of some shape, if the masks
-    are not by example.
+    Without masks nothing changes. ``given`` finds the part of a mask that replaces a draw of some
+    shape, if the masks are not by example.
 
     Raises:
         UnsupportedModuleError: The pass draws more or fewer numbers than were recorded.
@@ -248,8 +279,8 @@ def call_and_record_masks(
 ) -> tuple[Result, tuple[Tensor, ...]]:
     """``function()`` and the masks it draws.
 
-    Recording slows Python down. If no masks are ``expected``, the function is only watched; if it draws something
-    anyway, it is called once more from the same random state.
+    Recording slows Python down. If no masks are ``expected``, the function is only watched; if it
+    draws something anyway, it is called once more from the same random state.
     """
     if not expected:
         watch = RandomWatch(device)
@@ -263,11 +294,15 @@ def call_and_record_masks(
 
 
 class RandomWatch:
-    """Whether torch has drawn random numbers on the CPU or on ``device`` since this object was made."""
+    """Whether torch has drawn random numbers on the CPU or on ``device`` since this object was
+    made.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cpu = torch.default_generator.get_state()
-        self._cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
+        self._cuda = (
+            torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
+        )
         self._offset = self._cuda.get_offset() if self._cuda is not None else 0
 
     def moved(self) -> bool:
@@ -283,7 +318,10 @@ class RandomWatch:
 
 
 def _gives_all_it_draws(func: Any) -> bool:
-    """Whether its result, or its filled first argument, is all that it draws; RReLU stores its slopes elsewhere."""
+    """Whether its result, or its filled first argument, is all that it draws.
+
+    RReLU stores its slopes elsewhere.
+    """
     _first, *others = func._schema.arguments
     return not any(other.alias_info is not None and other.alias_info.is_write for other in others)
 
@@ -291,14 +329,20 @@ def _gives_all_it_draws(func: Any) -> bool:
 def _drawn_nowhere(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     """The shape and dtype of what ``func`` would return, without drawing anything."""
     args, kwargs = map_tensors(lambda leaf: torch.empty_like(leaf, device="meta"), (args, kwargs))
-    given = {name: None if name in ("generator", "pin_memory") else value for name, value in kwargs.items()}
+    given = {
+        name: None if name in ("generator", "pin_memory") else value
+        for name, value in kwargs.items()
+    }
     if not tensors_of((args, kwargs)):
         given["device"] = "meta"
     return func(*args, **given)
 
 
 def _dim_of_examples(of_batch: torch.Size, of_one: torch.Size, batch: int) -> int | None:
-    """The dimension along which a batch's shape is one example's shape times the batch size; None: there is none."""
+    """The dimension along which a batch's shape is one example's shape times the batch size.
+
+    None: there is none.
+    """
     for dim, rows in enumerate(of_one):
         if of_batch == (*of_one[:dim], batch * rows, *of_one[dim + 1 :]):
             return dim
@@ -306,7 +350,9 @@ def _dim_of_examples(of_batch: torch.Size, of_one: torch.Size, batch: int) -> in
 
 
 def _in_shape(mask: Tensor, shape: torch.Size) -> Tensor:
-    """The mask, by example, in the shape that a pass needs: mapped over examples, or over all of them."""
+    """The mask, by example, in the shape that a pass needs: mapped over examples, or over all of
+    them.
+    """
     if shape == mask.shape:
         return mask
     if shape == mask.shape[1:]:  # shared, or of a single example
@@ -321,16 +367,22 @@ def _in_shape(mask: Tensor, shape: torch.Size) -> Tensor:
 
 def _other_draws(what: str) -> UnsupportedModuleError:
     return UnsupportedModuleError(
-        f"the model draws {what} in the training loop's forward pass, so its dropout cannot be repeated example by "
-        "example: does it draw across examples, or only sometimes? Use dropout 0 there, or put that part in eval mode."
+        f"the model draws {what} in the training loop's forward pass, so its dropout cannot be "
+        "repeated example by example: does it draw across examples, or only sometimes? Use "
+        "dropout 0 there, or put that part in eval mode."
     )
 
 
 def _other_shape(shape: torch.Size, drawn: torch.Size) -> UnsupportedModuleError:
-    return _other_draws(f"random numbers of shape {tuple(shape)} where the loop drew {tuple(drawn)}, not as")
+    return _other_draws(
+        f"random numbers of shape {tuple(shape)} where the loop drew {tuple(drawn)}, not as"
+    )
 
 
 def _draws(func: Any, args: Any) -> bool:
-    """Whether an operation draws random numbers; into a tensor without values, on the meta device, it draws none."""
+    """Whether an operation draws random numbers.
+
+    Into a tensor without values, on the meta device, it draws none.
+    """
     empty = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
     return torch.Tag.nondeterministic_seeded in func.tags and not empty

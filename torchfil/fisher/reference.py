@@ -1,7 +1,9 @@
-"""Slow, obviously correct versions of everything in :mod:`torchfil.fisher`, for tests and for sceptics.
+"""Slow, obviously correct versions of everything in :mod:`torchfil.fisher`, for tests and for
+sceptics.
 
-They work on one example at a time. The clipped gradient is written as in its definition and differentiated by
-``torch.func.jacrev``, through the norm and the clip function; integrals are computed by brute force.
+They work on one example at a time. The clipped gradient is written as in its definition and
+differentiated by ``torch.func.jacrev``, through the norm and the clip function; integrals are
+computed by brute force.
 """
 
 from __future__ import annotations
@@ -29,20 +31,31 @@ _ROWS_AT_ONCE = 256
 def clipped_gradients(
     model: nn.Module, loss_fn: LossFunction, inputs: Inputs, targets: object, **settings: Any
 ) -> Tensor:
-    """g̃ = ω g / c(‖g‖ / C′) of each example, [batch, p], for ω of ``clip_weights``, [batch] (None: 1).
+    """g̃ = ω g / c(‖g‖ / C′) of each example, [batch, p], for ω of ``clip_weights``, [batch] (None:
+    1).
 
-    Settings: max_grad_norm, clip, private and clip_weights, as in :func:`torchfil.fisher.exact_fim`.
+    Settings: max_grad_norm, clip, private and clip_weights, as in
+    :func:`torchfil.fisher.exact_fim`.
     """
     functions = _clipped_gradient_functions(model, loss_fn, inputs, targets, **settings)
     return torch.stack([f(z) for f, z in functions]).detach()
 
 
 def exact_jacobian(
-    model: nn.Module, loss_fn: LossFunction, inputs: Inputs, targets: object, *, mode: str = "reverse", **settings: Any
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Inputs,
+    targets: object,
+    *,
+    mode: str = "reverse",
+    **settings: Any,
 ) -> Tensor:
-    """J̃ = ∂g̃/∂z of each example, [batch, p, d]; by jacrev, or in mode "forward" by jacfwd, cheaper for p ≫ d.
+    """J̃ = ∂g̃/∂z of each example, [batch, p, d].
 
-    Settings: max_grad_norm, clip, private and clip_weights, as in :func:`torchfil.fisher.exact_fim`.
+    By jacrev, or in mode "forward" by jacfwd, cheaper for p ≫ d.
+
+    Settings: max_grad_norm, clip, private and clip_weights, as in
+    :func:`torchfil.fisher.exact_fim`.
     """
     differentiate = partial(jacrev, chunk_size=_ROWS_AT_ONCE) if mode == "reverse" else jacfwd
     functions = _clipped_gradient_functions(model, loss_fn, inputs, targets, **settings)
@@ -65,7 +78,8 @@ def exact_fim(
 
 
 def poisson_fim(jacobian: Tensor, clipped_gradient: Tensor, noise_std: float, q: float) -> Tensor:
-    """The exact Poisson-subsampled FIM of one participation, [batch, d, d], from J̃ [batch, p, d] and g̃ [batch, p].
+    """The exact Poisson-subsampled FIM of one participation, [batch, d, d], from J̃ [batch, p, d]
+    and g̃ [batch, p].
 
     The factors come from :func:`poisson_amplification` below; a zero gradient counts with κ = q.
     """
@@ -74,16 +88,18 @@ def poisson_fim(jacobian: Tensor, clipped_gradient: Tensor, noise_std: float, q:
         norm = g.norm().item()
         perp, par = poisson_amplification(norm / noise_std, q)
         a = j.mT @ (g / norm) if norm > 0 else torch.zeros_like(j[0])
-        result.append((perp * (j.mT @ j - torch.outer(a, a)) + par * torch.outer(a, a)) / noise_std**2)
+        result.append(
+            (perp * (j.mT @ j - torch.outer(a, a)) + par * torch.outer(a, a)) / noise_std**2
+        )
     return torch.stack(result)
 
 
 def poisson_amplification(rho: float, q: float) -> tuple[float, float]:
     """κ⊥ and κ∥ by two-dimensional numerical integration of the mixture's own Fisher information.
 
-    The release is o ~ q N(m, I) + (1−q) N(0, I) in the plane (s = 1), with m = (ρ, 0). Its Fisher information about a
-    shift of m along or across itself is ∫ (∂p)² / p. The example takes part with probability q, so one participation
-    counts κ = ∫ (∂p)² / p / q.
+    The release is o ~ q N(m, I) + (1−q) N(0, I) in the plane (s = 1), with m = (ρ, 0). Its Fisher
+    information about a shift of m along or across itself is ∫ (∂p)² / p. The example takes part
+    with probability q, so one participation counts κ = ∫ (∂p)² / p / q.
     """
     if rho == 0:
         return q, q
@@ -125,10 +141,13 @@ def _clipped_gradient_functions(
 
         gradient = torch.cat([g.reshape(-1) for g in torch.func.grad(loss)(parameters).values()])
         square = gradient.square().sum()
-        norm = torch.where(square == 0, 0.0, square.where(square > 0, 1.0).sqrt())  # its derivative is 0 at 0
+        # its derivative is 0 at 0
+        norm = torch.where(square == 0, 0.0, square.where(square > 0, 1.0).sqrt())
         weight = 1.0 if one.clip_weights is None else float(one.clip_weights)
         return weight * gradient / clip.c(norm / clip.threshold(max_grad_norm))
 
-    examples = replace(Examples.build(inputs, targets, private, model=model), clip_weights=clip_weights)
+    examples = replace(
+        Examples.build(inputs, targets, private, model=model), clip_weights=clip_weights
+    )
     for _, one in examples.chunks(1):
         yield partial(clipped, one), one.z[0]

@@ -11,7 +11,6 @@ import torch
 from scipy import special, stats
 from torch import Tensor
 
-from torchfil.utils.errors import require
 from torchfil.utils.text import html_table
 
 Kind = Literal["exact", "estimate", "lower bound", "upper bound"]
@@ -28,20 +27,23 @@ class Estimate:
     ``float(e)`` of a single number. Indexing and iterating give estimates of the chosen entries.
 
     Guarantees:
-        * An infinite value has no width: the interval of ∞ is [∞, ∞], and that of its inverse [0, 0].
+        * An infinite value has no width: the interval of ∞ is [∞, ∞], and that of its inverse [0,
+          0].
 
     Attributes:
         value: The number; its first dimension runs over examples.
         standard_error: Its sampling standard deviation, same shape; 0 if nothing was sampled.
         kind: "exact", "estimate" (unbiased), "lower bound" or "upper bound".
-        degrees_of_freedom: The degrees of freedom of the standard error (probes − 1), one number or one per example;
-            infinite if it is not itself estimated from a few probes.
-        positive: Whether the quantity cannot be negative (a trace, a diagonal); its interval is then
-            multiplicative.
+        degrees_of_freedom: The degrees of freedom of the standard error (probes − 1), one number or
+            one per example; infinite if it is not itself estimated from a few probes.
+        positive: Whether the quantity cannot be negative (a trace, a diagonal); its interval is
+            then multiplicative.
         certain: The part of the value that was not sampled, same shape; None: 0.
-        variance_limit: A variance that is not too small on average, whatever was sampled, same shape; None: unknown.
-        run_error: The standard deviation due to everything else that is random in the run (its batches, and the noise,
-            which changes the path of its weights), same shape; infinite if one run cannot show it; None: nothing else.
+        variance_limit: A variance that is not too small on average, whatever was sampled, same
+            shape; None: unknown.
+        run_error: The standard deviation due to everything else that is random in the run (its
+            batches, and the noise, which changes the path of its weights), same shape; infinite if
+            one run cannot show it; None: nothing else.
         source: (estimate, exponent, unit) if this one is (estimate/unit)^exponent.
 
     Example:
@@ -73,24 +75,31 @@ class Estimate:
     def interval(self, confidence: float = 0.95, of: Part = "run") -> tuple[Tensor, Tensor]:
         """An interval that covers the truth with that probability, approximately.
 
-        With t the Student quantile for the degrees of freedom: value ± t·standard_error, or for a positive quantity
-        certain + sampled · exp(± x(1 + min(x, 1)/3)), x = t·standard_error/sampled. The latter covers better because
-        squared probes have a skewed distribution: if they come out low, so does their spread. A few probes say little
-        about their own spread (t = 12.7 for two). If the largest variance, 2 sampled²/ν, is known, the factor is
-        therefore cut to (ν/χ²)^(±1), where χ² is the lower quantile of χ²_ν.
+        With t the Student quantile for the degrees of freedom: value ± t·standard_error, or for a
+        positive quantity certain + sampled · exp(± x(1 + min(x, 1)/3)), x =
+        t·standard_error/sampled. The latter covers better because squared probes have a skewed
+        distribution: if they come out low, so does their spread. A few probes say little about
+        their own spread (t = 12.7 for two). If the largest variance, 2 sampled²/ν, is known, the
+        factor is therefore cut to (ν/χ²)^(±1), where χ² is the lower quantile of χ²_ν.
 
-        Everything else that is random in the run widens the interval: widths add up like independent errors, for a
-        positive quantity as logarithms of its factors. If one run cannot show how far off it is, the ends of a positive
-        quantity are 0 and ∞: no interval is claimed, and the value is an estimate from one run.
+        Everything else that is random in the run widens the interval: widths add up like
+        independent errors, for a positive quantity as logarithms of its factors. If one run cannot
+        show how far off it is, the ends of a positive quantity are 0 and ∞: no interval is claimed,
+        and the value is an estimate from one run.
 
         Args:
             confidence: The probability.
-            of: "run": the truth is the mean over everything that is random. "probes": it is what this run would have
-                given if every step had been measured exactly; its batches and noise are taken as they were.
+            of: "run": the truth is the mean over everything that is random. "probes": it is what
+                this run would have given if every step had been measured exactly; its batches and
+                noise are taken as they were.
         """
-        require(0 < confidence < 1, f"confidence={confidence} must lie strictly between 0 and 1")
-        known = "'run' (everything that is random in it) or 'probes' (only the measurement)"
-        require(of in ("run", "probes"), f"of={of!r} must be {known}")
+        if not 0 < confidence < 1:
+            raise ValueError(f"confidence={confidence} must lie strictly between 0 and 1")
+        if of not in ("run", "probes"):
+            raise ValueError(
+                f"of={of!r} must be 'run' (everything that is random in it) or 'probes' (only the "
+                "measurement)"
+            )
         if self.source is not None:
             estimate, exponent, unit = self.source
             low, high = (_raised(end, exponent, unit) for end in estimate.interval(confidence, of))
@@ -98,7 +107,9 @@ class Estimate:
         low, high = self._interval_of_probes(confidence)
         if of == "probes" or self.run_error is None:
             return low, high
-        return self._widened(low, high, float(stats.norm.ppf(0.5 + confidence / 2)) * self.run_error)
+        return self._widened(
+            low, high, float(stats.norm.ppf(0.5 + confidence / 2)) * self.run_error
+        )
 
     def _interval_of_probes(self, confidence: float) -> tuple[Tensor, Tensor]:
         freedom = torch.as_tensor(self._freedom(), dtype=torch.float64).cpu()
@@ -121,18 +132,26 @@ class Estimate:
     def _widened(self, low: Tensor, high: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
         """The ends with a further, independent error of that width."""
         if not self.positive:
-            return self.value - torch.hypot(self.value - low, width), self.value + torch.hypot(high - self.value, width)
+            return self.value - torch.hypot(self.value - low, width), self.value + torch.hypot(
+                high - self.value, width
+            )
         usual = (self.value > 0) & self.value.isfinite()
         value = self.value.where(usual, torch.ones_like(self.value))
         down, up = ((end.where(usual, value) / value).log() for end in (low, high))
-        low, high = (value * torch.hypot(part, width / value).mul(sign).exp() for part, sign in ((down, -1), (up, 1)))
+        low, high = (
+            value * torch.hypot(part, width / value).mul(sign).exp()
+            for part, sign in ((down, -1), (up, 1))
+        )
 
         # infinity has no uncertainty; 0 has no factor
         unbounded = torch.where(width > 0, torch.inf, 0.0).to(value)
-        return low.where(usual, self.value), high.where(usual, self.value.where(self.value > 0, unbounded))
+        return low.where(usual, self.value), high.where(
+            usual, self.value.where(self.value > 0, unbounded)
+        )
 
     def raised(self, exponent: float, unit: float | Tensor = 1.0) -> Estimate:
-        """(value/unit)^exponent of a positive estimate, with one unit for all or one for each entry.
+        """(value/unit)^exponent of a positive estimate, with one unit for all or one for each
+        entry.
 
         A negative exponent turns an upper bound into a lower bound, and vice versa.
 
@@ -152,7 +171,9 @@ class Estimate:
             positive=True,
             certain=None,
             variance_limit=None,
-            run_error=None if self.run_error is None else torch.where(usual, scale * self.run_error, self.run_error),
+            run_error=None
+            if self.run_error is None
+            else torch.where(usual, scale * self.run_error, self.run_error),
             source=(replace(self, positive=True), exponent, unit),
         )
 
@@ -176,7 +197,9 @@ class Estimate:
         return float(self.value)
 
     def __getitem__(self, index: Any) -> Estimate:
-        """The estimate of the chosen entries: an index, a slice, a list, a mask, or a tuple of these."""
+        """The estimate of the chosen entries: an index, a slice, a list, a mask, or a tuple of
+        these.
+        """
 
         def part(value: object) -> Any:
             return value[index] if isinstance(value, Tensor | Estimate) else value
@@ -188,18 +211,27 @@ class Estimate:
     def __repr__(self) -> str:
         values, errors = self.value.flatten(), self.standard_error.expand_as(self.value).flatten()
         pairs = zip(values[:_SHOWN].tolist(), errors[:_SHOWN].tolist(), strict=True)
-        entries = [f"{value:.4g}" if error == 0 else f"{value:.4g} ± {error:.2g}" for value, error in pairs]
+        entries = [
+            f"{value:.4g}" if error == 0 else f"{value:.4g} ± {error:.2g}" for value, error in pairs
+        ]
         if values.numel() > _SHOWN:
             entries.append("…")
         text = ", ".join(entries) if self.value.ndim == 0 else f"[{', '.join(entries)}]"
-        shape = f", shape {tuple(self.value.shape)}" if values.numel() > _SHOWN or self.value.ndim > 1 else ""
+        shape = (
+            f", shape {tuple(self.value.shape)}"
+            if values.numel() > _SHOWN or self.value.ndim > 1
+            else ""
+        )
         return f"Estimate({text}, {self.kind}{shape})"
 
     def _repr_html_(self) -> str:
         if self.value.ndim != 1:
             return html_table(repr(self), [])
         pairs = zip(self.value[:_ROWS].tolist(), self.standard_error[:_ROWS].tolist(), strict=True)
-        rows = [(str(place), f"{value:.4g}", f"± {error:.2g}") for place, (value, error) in enumerate(pairs)]
+        rows = [
+            (str(place), f"{value:.4g}", f"± {error:.2g}")
+            for place, (value, error) in enumerate(pairs)
+        ]
         if len(self) > _ROWS:
             rows.append(("…", f"{len(self):,} in all", ""))
         return html_table(f"Estimate ({self.kind})", rows, ("", "value", "standard error"))
@@ -209,7 +241,9 @@ class Estimate:
         freedom = self.degrees_of_freedom
         if not isinstance(freedom, Tensor):
             return freedom
-        return freedom.reshape(freedom.shape + (1,) * (self.value.ndim - freedom.ndim)).expand(self.value.shape)
+        return freedom.reshape(freedom.shape + (1,) * (self.value.ndim - freedom.ndim)).expand(
+            self.value.shape
+        )
 
 
 def _raised(value: Tensor, exponent: float, unit: float | Tensor) -> Tensor:
@@ -221,5 +255,7 @@ def _log_ratio(freedom: Tensor, level: float) -> Tensor:
     """log(ν/χ²_ν(level)), in float64 on the CPU; 0 for infinite ν, infinite if there is none."""
     half = freedom.double().cpu() / 2
     usual = torch.where(half.isfinite() & (half > 0), half, 1.0)
-    ratio = torch.log(usual / torch.from_numpy(np.asarray(special.gammaincinv(usual.numpy(), level))))
+    ratio = torch.log(
+        usual / torch.from_numpy(np.asarray(special.gammaincinv(usual.numpy(), level)))
+    )
     return torch.where(half.isinf(), 0.0, torch.where(half > 0, ratio, torch.inf))

@@ -1,7 +1,7 @@
 """Verdicts as pipelines read them: SARIF 2.1.0, GitHub's annotations and step summary.
 
-SARIF and annotations are made of :func:`torchfil.gate.gate.public` verdicts: logs and code scanning have other readers
-than the data. They name rules, limits and states, and nothing that was measured.
+SARIF and annotations are made of :func:`torchfil.gate.gate.public` verdicts: logs and code scanning
+have other readers than the data. They name rules, limits and states, and nothing that was measured.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from torchfil.run.unit import Facts
 from torchfil.utils.text import marked, visible
 
 COLUMNS = ["rule", "what", "found", "limit"]
-_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
-_SARIF = {"broken": ("error", "fail"), "warning": ("warning", "fail"), "unknown": ("none", "open")}  # level, kind
+_SCHEMA = (
+    "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+)
+# level, kind
+_SARIF = {"broken": ("error", "fail"), "warning": ("warning", "fail"), "unknown": ("none", "open")}
 
 
 def rows_of(verdicts: Sequence[Verdict]) -> list[list[str]]:
@@ -37,25 +40,47 @@ def in_short(verdicts: Sequence[Verdict]) -> str:
     """The outcome in a line, with how many rules are in each state."""
     end, states = outcome(verdicts), [verdict.state for verdict in verdicts]
     told = {**STATES, "warning": "with a warning"}
-    counts = [f"{states.count(state)} {told[state]}" for state in told if state in states and state != "kept"]
-    rules = ", ".join(counts).replace(" ", f" of {len(states)} rules ", 1) or f"all {len(states)} rules kept"
-    alone = {verdict.key for verdict in verdicts} == {"max_worsening"}  # which says nothing about a release
+    counts = [
+        f"{states.count(state)} {told[state]}"
+        for state in told
+        if state in states and state != "kept"
+    ]
+    rules = (
+        ", ".join(counts).replace(" ", f" of {len(states)} rules ", 1)
+        or f"all {len(states)} rules kept"
+    )
+    # which says nothing about a release
+    alone = {verdict.key for verdict in verdicts} == {"max_worsening"}
     said = "compared with the earlier run alone" if alone else end.decision.lower()
     return f"{end.word.upper() if end.code else end.word}: {said} ({rules})"
 
 
 def sarif(verdicts: Sequence[Verdict], policy: Path | None) -> Facts:
-    """A SARIF log with a result for each rule that is not kept, at its line of the policy; "open": not answered."""
+    """A SARIF log with a result for each rule that is not kept, at its line of the policy; "open":
+    not answered.
+    """
     keys = list(dict.fromkeys(verdict.key for verdict in verdicts))
     rules = [{"id": key, "shortDescription": {"text": RULES[key].compared}} for key in keys]
     results, uri = list[Facts](), "policy.toml" if policy is None else quote(policy.as_posix())
     for verdict, line in _located(verdicts, policy):
         level, kind = _SARIF[verdict.state]
         where = {"artifactLocation": {"uri": uri}, "region": {"startLine": line}}
-        own = {"ruleId": verdict.key, "ruleIndex": keys.index(verdict.key), "level": level, "kind": kind}
-        results.append(own | {"message": {"text": _message(verdict)}, "locations": [{"physicalLocation": where}]})
+        own = {
+            "ruleId": verdict.key,
+            "ruleIndex": keys.index(verdict.key),
+            "level": level,
+            "kind": kind,
+        }
+        results.append(
+            own
+            | {"message": {"text": _message(verdict)}, "locations": [{"physicalLocation": where}]}
+        )
     driver = {"name": "torchfil", "version": __version__, "rules": rules}
-    return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]}
+    return {
+        "$schema": _SCHEMA,
+        "version": "2.1.0",
+        "runs": [{"tool": {"driver": driver}, "results": results}],
+    }
 
 
 def github_annotations(verdicts: Sequence[Verdict], policy: Path | None) -> list[str]:
@@ -87,7 +112,9 @@ def _message(verdict: Verdict) -> str:
 
 
 def _located(verdicts: Sequence[Verdict], policy: Path | None) -> Iterator[tuple[Verdict, int]]:
-    """What is not kept, as others may read it, and the first line of the policy that has its key."""
+    """What is not kept, as others may read it, and the first line of the policy that has its
+    key.
+    """
     lines = policy.read_text(encoding="utf-8").splitlines() if policy else []
     for verdict in (public(verdict) for verdict in verdicts if not verdict.passed):
         key = rf'\s*\[?\s*"?{verdict.key}"?\s*[].=]'
@@ -97,4 +124,7 @@ def _located(verdicts: Sequence[Verdict], policy: Path | None) -> Iterator[tuple
 
 def _escaped(text: str, property: bool = False) -> str:
     """As the runner of GitHub reads it; in a property, a colon and a comma would end the value."""
-    return "".join(f"%{ord(sign):02X}" if sign in ("%\r\n:," if property else "%\r\n") else sign for sign in text)
+    return "".join(
+        f"%{ord(sign):02X}" if sign in ("%\r\n:," if property else "%\r\n") else sign
+        for sign in text
+    )

@@ -1,4 +1,7 @@
-"""Thresholds that a run has to keep, as a TOML file. What each key means is said in :mod:`torchfil.gate.rules`."""
+"""Thresholds that a run has to keep, as a TOML file.
+
+What each key means is said in :mod:`torchfil.gate.rules`.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,25 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["PRESETS", "Policy", "PolicyError", "kind_of", "load_policy", "nearest", "parse_policy", "preset", "tomllib"]
+__all__ = [
+    "PRESETS",
+    "Policy",
+    "PolicyError",
+    "kind_of",
+    "load_policy",
+    "nearest",
+    "parse_policy",
+    "preset",
+    "tomllib",
+]
 
 Share = Annotated[float, Meta(ge=0, le=1, description="a share, between 0 and 1")]
-Number = Annotated[float, Meta(ge=0, le=sys.float_info.max, description="a number, 0 or more and finite")]
-Error = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a number, positive and finite")]
+Number = Annotated[
+    float, Meta(ge=0, le=sys.float_info.max, description="a number, 0 or more and finite")
+]
+Error = Annotated[
+    float, Meta(gt=0, le=sys.float_info.max, description="a number, positive and finite")
+]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1, description="a whole number, 0 or more")]
 Text = Annotated[str, Meta(max_length=2000, description="a text of up to 2,000 characters")]
 Level = Annotated[str, Meta(pattern=r"^(off|warn|error)\Z", description='"off", "warn" or "error"')]
@@ -39,12 +56,16 @@ class PolicyError(ValueError):
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Thresholds; None: not asked for, while those with a number always apply. The template explains each.
+    """Thresholds; None: not asked for, while those with a number always apply.
 
-    ``name`` is how the page calls the policy, by default its file's name. ``declared`` is what people state and no run
-    can show (prior, intended use, owner of the decision): the page repeats it word for word.
+    The template explains each.
 
-    Values are checked however the policy is made: NaN, a boolean for a number and a number out of range are refused.
+    ``name`` is how the page calls the policy, by default its file's name. ``declared`` is what
+    people state and no run can show (prior, intended use, owner of the decision): the page repeats
+    it word for word.
+
+    Values are checked however the policy is made: NaN, a boolean for a number and a number out of
+    range are refused.
     """
 
     name: Text = ""
@@ -55,7 +76,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     blind_error: Error | None = None
     min_attribute_error_share: Number | None = None
     max_gain_over_guessing: Share | None = None
-    unit: Annotated[str, Meta(pattern=r"^person\Z", description='"person", or left out')] | None = None
+    unit: Annotated[str, Meta(pattern=r"^person\Z", description='"person", or left out')] | None = (
+        None
+    )
     max_epsilon: Number | None = None
     max_individual_epsilon: Number | None = None
     audited_epsilon_below_claimed: Flag = False
@@ -84,16 +107,22 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             try:
                 msgspec.convert(value, field.type)
             except msgspec.ValidationError as error:
-                raise PolicyError(f"{field.name} = {value!r} must be {kind_of(field.type)}") from error
+                raise PolicyError(
+                    f"{field.name} = {value!r} must be {kind_of(field.type)}"
+                ) from error
         if (self.mse_bound_of_concern is None) != (self.max_share_of_concern is None):
-            raise PolicyError("mse_bound_of_concern and max_share_of_concern belong together; give both or neither")
+            raise PolicyError(
+                "mse_bound_of_concern and max_share_of_concern belong together; give both or "
+                "neither"
+            )
 
 
 # what limits nothing unless a policy sets it
 LIMITS = [
     name
     for name in Policy.__struct_fields__
-    if name.startswith(("min_", "max_", "unit", "audited_")) and isinstance(getattr(Policy(), name), bool | dict | None)
+    if name.startswith(("min_", "max_", "unit", "audited_"))
+    and isinstance(getattr(Policy(), name), bool | dict | None)
 ]
 
 
@@ -115,7 +144,8 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
     """The policy of a TOML file.
 
     Raises:
-        PolicyError: The file is missing or no TOML, has unknown keys or values of the wrong kind, or limits nothing.
+        PolicyError: The file is missing or no TOML, has unknown keys or values of the wrong kind,
+            or limits nothing.
     """
     where = Path(path)
     try:
@@ -123,29 +153,39 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
         name = "the policy" if where.stem == "policy" else where.stem
         policy = parse_policy({"name": name, **tomllib.loads(where.read_text(encoding="utf-8"))})
     except FileNotFoundError as error:
-        raise PolicyError(f"no policy {where}; `torchfil gate --init` writes a commented one") from error
+        raise PolicyError(
+            f"no policy {where}; `torchfil gate --init` writes a commented one"
+        ) from error
     except PolicyError as error:
         raise PolicyError(f"{where}: {error}") from error
     except (OSError, ValueError) as error:  # a folder, no UTF-8, no TOML
         raise PolicyError(f"{where} cannot be read as TOML: {error}") from error
     limits = [name for name in LIMITS if policy.levels.get(name) != "off"]
     if all(getattr(policy, name) == getattr(Policy(), name) for name in limits):
-        remedy = f"set at least one of {', '.join(limits)} (`torchfil gate --init` writes a commented policy)"
-        raise PolicyError(f"{where}: the policy limits nothing, so that every run would pass; {remedy}")
+        raise PolicyError(
+            f"{where}: the policy limits nothing, so that every run would pass; set at least one "
+            f"of {', '.join(limits)} (`torchfil gate --init` writes a commented policy)"
+        )
     return policy
 
 
 def parse_policy(values: Mapping[str, object]) -> Policy:
-    """The policy with these values over those of the preset that it extends, its tables entry by entry.
+    """The policy with these values over those of the preset that it extends, its tables entry by
+    entry.
 
     Raises:
-        PolicyError: A key, told with the nearest known one, or a preset is not known, or a value is of the wrong kind.
+        PolicyError: A key, told with the nearest known one, or a preset is not known, or a value is
+            of the wrong kind.
     """
     for name in values:
         if name not in Policy.__struct_fields__:
             raise PolicyError(f"unknown key {name!r}{nearest(name, Policy.__struct_fields__)}")
     base = tomllib.loads(preset(str(values["extends"]))) if values.get("extends") else {}
-    tables = {name: base[name] | value for name, value in values.items() if name in base and isinstance(value, dict)}
+    tables = {
+        name: base[name] | value
+        for name, value in values.items()
+        if name in base and isinstance(value, dict)
+    }
     return Policy(**{**base, **values, **tables})
 
 
@@ -153,4 +193,6 @@ def preset(name: str) -> str:
     """One of :data:`PRESETS`, a policy file with a reason for every threshold."""
     if name not in PRESETS:
         raise PolicyError(f"no preset {name!r}{nearest(name, PRESETS)}")
-    return (resources.files("torchfil.gate") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
+    return (resources.files("torchfil.gate") / "presets" / f"{name}.toml").read_text(
+        encoding="utf-8"
+    )

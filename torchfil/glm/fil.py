@@ -1,21 +1,25 @@
-r"""Fisher information of an output-perturbed generalised linear model, in closed form and without its Jacobian.
+r"""Fisher information of an output-perturbed generalised linear model, in closed form and without
+its Jacobian.
 
-The released parameters are U* + noise, where U* ∈ R^{p×K} is the minimiser and K the number of margins Uᵀx of an
-example (1, or one less than the number of classes of a softmax). With r_i = ∂ℓ/∂m ∈ R^K, M_i = ∂²ℓ/∂m² ∈ R^{K×K}, C_i =
-∂²ℓ/∂m∂y ∈ R^{K×t} at U*, the Hessian's inverse A ∈ R^{pK×pK}, and E the map of the d private inputs into the p
-coordinates of x (an intercept is public), moving example i by z = (z_x, z_y) moves its gradient x_i r_iᵀ and the
-minimiser by
+The released parameters are U* + noise, where U* ∈ R^{p×K} is the minimiser and K the number of
+margins Uᵀx of an example (1, or one less than the number of classes of a softmax). With r_i = ∂ℓ/∂m
+∈ R^K, M_i = ∂²ℓ/∂m² ∈ R^{K×K}, C_i = ∂²ℓ/∂m∂y ∈ R^{K×t} at U*, the Hessian's inverse A ∈ R^{pK×pK},
+and E the map of the d private inputs into the p coordinates of x (an intercept is public), moving
+example i by z = (z_x, z_y) moves its gradient x_i r_iᵀ and the minimiser by
 
     G_i z = E z_x r_iᵀ + x_i (M_i UᵀE z_x + C_i z_y)ᵀ ∈ R^{p×K},      J_i = −ω_i A G_i ∈ R^{pK×(d+t)}.
 
-**One margin.** With a = M, b = r, c = C, q_i = A x_i, v = A E w, S = A E Eᵀ A, γ_i = a_i²‖w‖² + c_i²,
+**One margin.** With a = M, b = r, c = C, q_i = A x_i, v = A E w, S = A E Eᵀ A, γ_i = a_i²‖w‖² +
+c_i²,
 
     J_i J_iᵀ / ω_i² = b_i² S + a_i b_i (q_i vᵀ + v q_iᵀ) + γ_i q_i q_iᵀ
 
-is diagonal plus rank two in the eigenbasis of S. Its largest eigenvalue is found by counting eigenvalues above a trial
-value (Sylvester's law of inertia), in O(p) per trial. Nothing of size n×p×p is ever formed.
+is diagonal plus rank two in the eigenbasis of S. Its largest eigenvalue is found by counting
+eigenvalues above a trial value (Sylvester's law of inertia), in O(p) per trial. Nothing of size
+n×p×p is ever formed.
 
-**Several margins, or several releases.** The matrix J_iᵀJ_i ∈ R^{(d+t)×(d+t)} is formed for a few examples at a time.
+**Several margins, or several releases.** The matrix J_iᵀJ_i ∈ R^{(d+t)×(d+t)} is formed for a few
+examples at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +35,6 @@ from torch import Tensor
 
 from torchfil.fisher.batch import lanczos
 from torchfil.glm.solver import Loss, tangent_basis
-from torchfil.utils.errors import require
 
 Kind = Literal["spectral", "trace"]
 _BISECTIONS = 60
@@ -42,7 +45,9 @@ _DENSE_OPERATIONS = 2e9  # up to which all eigenvalues are computed, batch · si
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """How the minimiser of a fitted model depends on each example; the FIM about example i is JᵢᵀJᵢ/σ².
+    """How the minimiser of a fitted model depends on each example.
+
+    The FIM about example i is JᵢᵀJᵢ/σ².
 
     Attributes:
         X: The inputs; if there is an intercept, its column of ones comes last, [n, p].
@@ -78,9 +83,20 @@ class Sensitivity:
     ) -> Sensitivity:
         """From data, minimiser and Hessian."""
         margin = X @ weights
-        residual, curvature, coupling = (each(margin, y) for each in (loss.residual, loss.curvature, loss.coupling))
+        residual, curvature, coupling = (
+            each(margin, y) for each in (loss.residual, loss.curvature, loss.coupling)
+        )
         coupling = coupling if private_target else coupling[:, :, :0]
-        return cls(X, weights, torch.linalg.inv(hessian), residual, curvature, coupling, sample_weight, num_inputs)
+        return cls(
+            X,
+            weights,
+            torch.linalg.inv(hessian),
+            residual,
+            curvature,
+            coupling,
+            sample_weight,
+            num_inputs,
+        )
 
     @property
     def num_coordinates(self) -> int:
@@ -90,7 +106,9 @@ class Sensitivity:
     def jacobian(self, example: int) -> Tensor:
         """J_i, [pK, d + t], the inputs first; for checks."""
         x, r = self.X[example], self.residual[example]
-        slopes = torch.cat([self.curvature[example] @ self._input_weights.mT, self.coupling[example]], dim=1)
+        slopes = torch.cat(
+            [self.curvature[example] @ self._input_weights.mT, self.coupling[example]], dim=1
+        )
         moved = x[:, None, None] * slopes  # [p, K, d + t]
         inputs = range(self.num_inputs)
         moved[inputs, :, inputs] += r
@@ -104,18 +122,31 @@ class Sensitivity:
         overlap = self._input_weights.mT @ self._input_weights
         result = torch.empty_like(self.sample_weight)
         for rows in self._chunks(self.inverse.shape[0] * self.weights.shape[1], _CHUNK_NUMBERS):
-            pushed, r, m, c = self._pushed(rows), self.residual[rows], self.curvature[rows], self.coupling[rows]
+            pushed, r, m, c = (
+                self._pushed(rows),
+                self.residual[rows],
+                self.curvature[rows],
+                self.coupling[rows],
+            )
             slopes = m @ overlap @ m + c @ c.mT
             result[rows] = (
                 torch.einsum("nk,kl,nl->n", r, squares, r)
-                + 2 * torch.einsum("nlkm,nk,nlm->n", torch.einsum("nlc,ckm->nlkm", pushed, mixed), r, m)
+                + 2
+                * torch.einsum("nlkm,nk,nlm->n", torch.einsum("nlc,ckm->nlkm", pushed, mixed), r, m)
                 + ((pushed @ pushed.mT) * slopes).sum(dim=(1, 2))
             )
         return self.sample_weight.square() * result
 
     def diagonal(self, rows: slice) -> Tensor:
-        """diag(J_iᵀJ_i) of the examples ``rows``, [rows, d + t]: each private coordinate alone, targets last."""
-        pushed, r, m, c = self._pushed(rows), self.residual[rows], self.curvature[rows], self.coupling[rows]
+        """diag(J_iᵀJ_i) of the examples ``rows``, [rows, d + t]: each private coordinate alone,
+        targets last.
+        """
+        pushed, r, m, c = (
+            self._pushed(rows),
+            self.residual[rows],
+            self.curvature[rows],
+            self.coupling[rows],
+        )
         inverse = self.inverse.view(-1, *self.weights.shape)[:, : self.num_inputs]  # [pK, d, K]
         overlap = pushed @ pushed.mT  # [rows, K, K]
         slopes = torch.cat([m @ self._input_weights.mT, c], dim=2)  # [rows, K, d + t]
@@ -130,7 +161,10 @@ class Sensitivity:
         return self.sample_weight[rows].square()[:, None] * diagonal
 
     def squared_norm(self) -> Tensor:
-        """‖J_i‖₂² of every example, [n]; for one margin to about 1e-15 relative to its upper bound."""
+        """‖J_i‖₂² of every example, [n].
+
+        For one margin to about 1e-15 relative to its upper bound.
+        """
         if self.weights.shape[1] > 1:
             return torch.cat([largest_eigenvalues(self.gram(rows)) for rows in self.gram_chunks()])
         a, b = self.curvature[:, 0, 0], self.residual[:, 0]
@@ -144,11 +178,16 @@ class Sensitivity:
         result = torch.empty_like(gamma)
         for rows in self._chunks(len(w), _CHUNK_NUMBERS):
             q = self.X[rows] @ rotation
-            result[rows] = _largest_eigenvalue(b[rows].square(), eigenvalues, q, v, (a * b)[rows], gamma[rows])
+            result[rows] = _largest_eigenvalue(
+                b[rows].square(), eigenvalues, q, v, (a * b)[rows], gamma[rows]
+            )
         return self.sample_weight.square() * result
 
     def gram(self, rows: slice, columns: Sequence[int] | None = None) -> Tensor:
-        """J_iᵀJ_i of the examples ``rows``, [rows, d + t, d + t]; with ``columns``, only about those inputs."""
+        """J_iᵀJ_i of the examples ``rows``, [rows, d + t, d + t].
+
+        With ``columns``, only about those inputs.
+        """
         index = torch.arange(self.num_inputs) if columns is None else torch.as_tensor(list(columns))
         index = index.to(self.X.device)
         pushed, r, m = self._pushed(rows), self.residual[rows], self.curvature[rows]
@@ -170,10 +209,13 @@ class Sensitivity:
     def gram_chunks(self, columns: Sequence[int] | None = None) -> Iterator[slice]:
         """All examples in chunks that :meth:`gram` can hold."""
         size = self.num_coordinates if columns is None else len(columns)
-        return self._chunks(max(size**2, self.inverse.shape[0] * self.weights.shape[1]), _GRAM_NUMBERS)
+        return self._chunks(
+            max(size**2, self.inverse.shape[0] * self.weights.shape[1]), _GRAM_NUMBERS
+        )
 
     def group_gram(self, rows: Tensor, other: Sensitivity | None = None) -> Tensor:
-        """Σ_{i∈G} J_i J′_iᵀ of a group of examples, [pK, p′K′], J′ that of another release of the same examples.
+        """Σ_{i∈G} J_i J′_iᵀ of a group of examples, [pK, p′K′], J′ that of another release of the
+        same examples.
 
         With itself (None), its norm is ‖J_G‖₂² and its trace the sum of the traces.
         """
@@ -186,8 +228,18 @@ class Sensitivity:
     def _add_inner(self, inner: Tensor, rows: Tensor, second: Sensitivity) -> None:
         """Add Σ ω_i ω′_i G_i G′_iᵀ over the examples ``rows``, [p, K, p′, K′]."""
         weight = (self.sample_weight * second.sample_weight)[rows]
-        x1, r1, m1, c1 = self.X[rows], self.residual[rows], self.curvature[rows], self.coupling[rows]
-        x2, r2, m2, c2 = second.X[rows], second.residual[rows], second.curvature[rows], second.coupling[rows]
+        x1, r1, m1, c1 = (
+            self.X[rows],
+            self.residual[rows],
+            self.curvature[rows],
+            self.coupling[rows],
+        )
+        x2, r2, m2, c2 = (
+            second.X[rows],
+            second.residual[rows],
+            second.curvature[rows],
+            second.coupling[rows],
+        )
         u1, u2, inputs = self._input_weights, second._input_weights, range(self.num_inputs)
         inner[inputs, :, inputs, :] += torch.einsum("n,nk,nl->kl", weight, r1, r2)
         slopes = weight[:, None, None] * (m1 @ (u1.mT @ u2) @ m2 + c1 @ c2.mT)  # [rows, K, K′]
@@ -221,7 +273,9 @@ class Sensitivity:
 
 
 def largest_eigenvalues(matrices: Tensor) -> Tensor:
-    """λ_max of symmetric positive semidefinite matrices [batch, m, m]; large ones by Lanczos to 1e-10 relative.
+    """λ_max of symmetric positive semidefinite matrices [batch, m, m].
+
+    Large ones by Lanczos to 1e-10 relative.
 
     Example:
         >>> largest_eigenvalues(torch.diag(torch.arange(4.0))[None])
@@ -244,8 +298,12 @@ def largest_eigenvalues(matrices: Tensor) -> Tensor:
         steps, before = 2 * steps, value
 
 
-def _largest_eigenvalue(scale: Tensor, eigenvalues: Tensor, q: Tensor, v: Tensor, ab: Tensor, gamma: Tensor) -> Tensor:
-    """λ_max of scale_i·diag(eigenvalues) + ab_i (q_i vᵀ + v q_iᵀ) + γ_i q_i q_iᵀ, [rows]; q of shape [rows, p].
+def _largest_eigenvalue(
+    scale: Tensor, eigenvalues: Tensor, q: Tensor, v: Tensor, ab: Tensor, gamma: Tensor
+) -> Tensor:
+    """λ_max of scale_i·diag(eigenvalues) + ab_i (q_i vᵀ + v q_iᵀ) + γ_i q_i q_iᵀ, [rows].
+
+    Q of shape [rows, p].
 
     With D the diagonal and G(λ) = [q v]ᵀ(D − λ)⁻¹[q v], the number of eigenvalues above λ is
 
@@ -272,18 +330,24 @@ def _largest_eigenvalue(scale: Tensor, eigenvalues: Tensor, q: Tensor, v: Tensor
     return 0.5 * (low + high)
 
 
-# ------------------------------------------------------------------ of one or several releases, at every granularity
+# ------------------------------------------------- of one or several releases, at every granularity
 
 
 @dataclass(frozen=True)
 class Release:
-    """A minimiser with noise: Gaussian with standard deviation σ, or Laplace with scale b; its FIM is JᵀJ/scale²."""
+    """A minimiser with noise: Gaussian with standard deviation σ, or Laplace with scale b.
+
+    Its FIM is JᵀJ/scale².
+    """
 
     sensitivity: Sensitivity
     scale: float
 
     def __post_init__(self) -> None:
-        require(self.scale > 0, f"sigma={self.scale} must be positive: without noise the information is infinite")
+        if not self.scale > 0:
+            raise ValueError(
+                f"sigma={self.scale} must be positive: without noise the information is infinite"
+            )
 
 
 def fisher_information_loss(
@@ -305,19 +369,28 @@ def fisher_information_loss(
     Returns:
         An array [n]; with ``attributes`` a dict {name: [n]}; with ``groups`` a dict {group: η}.
     """
-    require(kind in ("spectral", "trace"), f"kind={kind!r} must be 'spectral' or 'trace'")
-    require(attributes is None or groups is None, "ask for attributes or groups, one at a time")
+    if kind not in ("spectral", "trace"):
+        raise ValueError(f"kind={kind!r} must be 'spectral' or 'trace'")
+    if attributes is not None and groups is not None:
+        raise ValueError("ask for attributes or groups, one at a time")
     if attributes is not None:
-        return {name: _root(_of_examples(releases, kind, columns, one_hot)) for name, columns in attributes.items()}
+        return {
+            name: _root(_of_examples(releases, kind, columns, one_hot))
+            for name, columns in attributes.items()
+        }
     if groups is not None:
-        return {label: float(_root(square)) for label, square in _of_groups(releases, groups, kind).items()}
+        return {
+            label: float(_root(square))
+            for label, square in _of_groups(releases, groups, kind).items()
+        }
     return _root(_of_examples(releases, kind))
 
 
 def mse_bound_from_fil(eta: object) -> object:
     """1/η² of a ``kind="trace"`` loss, in the same shape; infinite if nothing leaks.
 
-    No unbiased attacker has a smaller mean squared error per coordinate, over the noise: tr(I⁻¹)/d ≥ d/tr(I).
+    No unbiased attacker has a smaller mean squared error per coordinate, over the noise: tr(I⁻¹)/d
+    ≥ d/tr(I).
 
     Example:
         >>> float(mse_bound_from_fil(np.array([0.5]))[0])
@@ -331,10 +404,11 @@ def mse_bound_from_fil(eta: object) -> object:
 
 
 def information_by_coordinate(releases: Sequence[Release]) -> Iterator[tuple[slice, np.ndarray]]:
-    """I_jj of every private coordinate, targets last, in chunks of examples: their rows, and [rows, d + t].
+    """I_jj of every private coordinate, targets last, in chunks of examples: their rows, and [rows,
+    d + t].
 
-    1/sqrt(I_jj) is the least error of an unbiased attacker who knows all other coordinates; ``kind="trace"`` is the
-    root of the mean of I_jj over the chosen coordinates.
+    1/sqrt(I_jj) is the least error of an unbiased attacker who knows all other coordinates;
+    ``kind="trace"`` is the root of the mean of I_jj over the chosen coordinates.
 
     Args:
         releases: Releases of models fitted on the same examples.
@@ -345,11 +419,17 @@ def information_by_coordinate(releases: Sequence[Release]) -> Iterator[tuple[sli
 
 
 def _of_examples(
-    releases: Sequence[Release], kind: Kind, columns: Sequence[int] | None = None, one_hot: bool = False
+    releases: Sequence[Release],
+    kind: Kind,
+    columns: Sequence[int] | None = None,
+    one_hot: bool = False,
 ) -> Tensor:
     """η² of every example, or of its attribute in these columns, [n]."""
     if columns is None and kind == "trace":
-        squares = [r.sensitivity.squared_trace() / (r.sensitivity.num_coordinates * r.scale**2) for r in releases]
+        squares = [
+            r.sensitivity.squared_trace() / (r.sensitivity.num_coordinates * r.scale**2)
+            for r in releases
+        ]
         return torch.stack(squares).sum(dim=0)
     if columns is None and len(releases) == 1:
         return releases[0].sensitivity.squared_norm() / releases[0].scale ** 2
@@ -358,33 +438,53 @@ def _of_examples(
 
 
 def _reduced(gram: Tensor, one_hot: bool, kind: Kind) -> Tensor:
-    """‖·‖₂ or tr/size of matrices [rows, size, size]; with ``one_hot``, in the simplex's directions."""
+    """‖·‖₂ or tr/size of matrices [rows, size, size].
+
+    With ``one_hot``, in the simplex's directions.
+    """
     if one_hot:
         basis = tangent_basis(gram.shape[1]).to(gram)
         gram = basis.mT @ gram @ basis
-    return largest_eigenvalues(gram) if kind == "spectral" else torch.einsum("nii->n", gram) / gram.shape[1]
+    return (
+        largest_eigenvalues(gram)
+        if kind == "spectral"
+        else torch.einsum("nii->n", gram) / gram.shape[1]
+    )
 
 
-def _of_groups(releases: Sequence[Release], groups: Sequence[Hashable], kind: Kind) -> dict[Hashable, Tensor]:
+def _of_groups(
+    releases: Sequence[Release], groups: Sequence[Hashable], kind: Kind
+) -> dict[Hashable, Tensor]:
     X = releases[0].sensitivity.X
-    require(len(groups) == len(X), f"groups must give one label per example: {len(groups)} for {len(X)}")
+    if len(groups) != len(X):
+        raise ValueError(f"groups must give one label per example: {len(groups)} for {len(X)}")
     members: dict[Hashable, list[int]] = {}
     for row, label in enumerate(groups):
         members.setdefault(label, []).append(row)
-    return {label: _of_group(releases, torch.tensor(rows, device=X.device), kind) for label, rows in members.items()}
+    return {
+        label: _of_group(releases, torch.tensor(rows, device=X.device), kind)
+        for label, rows in members.items()
+    }
 
 
 def _of_group(releases: Sequence[Release], rows: Tensor, kind: Kind) -> Tensor:
     """η² of the examples ``rows`` together, a scalar."""
-    blocks = [[a.sensitivity.group_gram(rows, b.sensitivity) / (a.scale * b.scale) for b in releases] for a in releases]
+    blocks = [
+        [a.sensitivity.group_gram(rows, b.sensitivity) / (a.scale * b.scale) for b in releases]
+        for a in releases
+    ]
     stacked = torch.cat([torch.cat(row, dim=1) for row in blocks])
     if kind == "spectral":
         return largest_eigenvalues((stacked + stacked.mT)[None] / 2)[0]
     return stacked.trace() / (releases[0].sensitivity.num_coordinates * len(rows))
 
 
-def _summed_gram(releases: Sequence[Release], rows: slice, columns: Sequence[int] | None = None) -> Tensor:
-    return torch.stack([r.sensitivity.gram(rows, columns) / r.scale**2 for r in releases]).sum(dim=0)
+def _summed_gram(
+    releases: Sequence[Release], rows: slice, columns: Sequence[int] | None = None
+) -> Tensor:
+    return torch.stack([r.sensitivity.gram(rows, columns) / r.scale**2 for r in releases]).sum(
+        dim=0
+    )
 
 
 def _chunks(releases: Sequence[Release], columns: Sequence[int] | None = None) -> list[slice]:

@@ -1,4 +1,6 @@
-"""A generalised linear model like scikit-learn's, computed in torch, with the Fisher information that it releases."""
+"""A generalised linear model like scikit-learn's, computed in torch, with the Fisher information
+that it releases.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from torchfil.fisher.amplification import analytic_gaussian_epsilon
 from torchfil.glm import solver as solvers
 from torchfil.glm.fil import Kind, Release, Sensitivity, fisher_information_loss, mse_bound_from_fil
 from torchfil.glm.solver import Fit, Loss, MarginLoss, Objective, SoftmaxLoss
-from torchfil.utils.errors import installed_by, require
+from torchfil.utils.errors import installed_by
 from torchfil.utils.noise import NoiseSource
 from torchfil.utils.text import with_progress
 from torchfil.viz.common import as_array
@@ -30,10 +32,12 @@ _DRAWS = 2**17  # of noise, for the mean of a score
 
 
 class GeneralizedLinearModel(BaseEstimator):
-    """w* = argmin Σ ω_i ℓ(wᵀx_i, y_i) + (nλ/2)‖w‖², for any convex, twice differentiable ℓ(margin, target).
+    """w* = argmin Σ ω_i ℓ(wᵀx_i, y_i) + (nλ/2)‖w‖², for any convex, twice differentiable ℓ(margin,
+    target).
 
     Args:
-        loss: A :class:`MarginLoss`, or a torch function of one margin and one target (derivatives by autograd).
+        loss: A :class:`MarginLoss`, or a torch function of one margin and one target (derivatives
+            by autograd).
         l2: λ ≥ 0.
         fit_intercept: Whether to add a column of ones; it is public and not penalised.
         tolerance: The largest entry of the gradient over n at which the fit counts as exact.
@@ -70,11 +74,14 @@ class GeneralizedLinearModel(BaseEstimator):
             SingularHessianError: Collinear columns with l2 = 0.
             NotConvergedError: No minimum was found (separable data with l2 = 0).
         """
-        require(0 <= self.l2 < math.inf, f"l2={self.l2} must be a finite number ≥ 0")
+        if not 0 <= self.l2 < math.inf:
+            raise ValueError(f"l2={self.l2} must be a finite number ≥ 0")
         names = list(X.columns) if hasattr(X, "columns") else None
         objective = self._objective(X, y, sample_weight)
         num_inputs = objective.X.shape[1] - int(self.fit_intercept)
-        self._fit = solvers.minimise(objective, tolerance=self.tolerance, max_iterations=self.max_iterations)
+        self._fit = solvers.minimise(
+            objective, tolerance=self.tolerance, max_iterations=self.max_iterations
+        )
 
         # FIL is about exactly these examples: their weights and penalty are kept to recognise them.
         self._training_weight, self._training_l2 = objective.sample_weight, objective.l2
@@ -108,11 +115,13 @@ class GeneralizedLinearModel(BaseEstimator):
         return -float((weights * losses).sum() / weights.sum())
 
     def expected_score(self, X: object, y: object, sigma: float) -> float:
-        """The mean of :meth:`score` over the noise of a release w* + N(0, σ²I), for any σ ≥ 0: what noise costs.
+        """The mean of :meth:`score` over the noise of a release w* + N(0, σ²I), for any σ ≥ 0: what
+        noise costs.
 
-        Noise on the weights moves each margin of row x by s z, with s = σ‖x‖ (with an intercept, σ sqrt(1 + ‖x‖²)) and
-        z ~ N(0, 1). All scores are means over rows, so that rows may have noise of their own. R² falls by Σs²/Σ(y −
-        ȳ)²; others are means over at least 131,072 draws of z, always the same.
+        Noise on the weights moves each margin of row x by s z, with s = σ‖x‖ (with an intercept, σ
+        sqrt(1 + ‖x‖²)) and z ~ N(0, 1). All scores are means over rows, so that rows may have noise
+        of their own. R² falls by Σs²/Σ(y − ȳ)²; others are means over at least 131,072 draws of z,
+        always the same.
 
         Args:
             X: Inputs, [n, d].
@@ -125,52 +134,72 @@ class GeneralizedLinearModel(BaseEstimator):
             >>> LinearRegression().fit(X, y).expected_score(X, y, sigma=0.5)  # 1 − 2 · 0.5² / 8
             0.9375
         """
-        require(0 <= sigma < math.inf, f"sigma={sigma} must be 0 or more, and finite")
+        if not 0 <= sigma < math.inf:
+            raise ValueError(f"sigma={sigma} must be 0 or more, and finite")
         inputs, targets = as_array(X).astype(float), as_array(y)
         spread = sigma * np.sqrt(np.square(inputs).sum(axis=1) + self.fit_intercept)
         if self.score_name == "R²":
-            return float(self.score(X, y) - np.square(spread).sum() / np.square(targets - targets.mean()).sum())
+            return float(
+                self.score(X, y)
+                - np.square(spread).sum() / np.square(targets - targets.mean()).sum()
+            )
         margins = self.margin(X).reshape(len(inputs), -1)
         copies = math.ceil(_DRAWS / margins.size)
         draws = np.random.default_rng(0).standard_normal((copies, *margins.shape))
-        moved = (margins + spread[:, None] * draws).clip(-700, 700).reshape(-1, margins.shape[1])  # e^m is finite
+        # e^m is finite
+        moved = (margins + spread[:, None] * draws).clip(-700, 700).reshape(-1, margins.shape[1])
 
         # the score of a model whose inputs are the margins
         noisy = copy.copy(self)
-        noisy.coef_, noisy.intercept_ = np.eye(margins.shape[1]).reshape(*self.coef_.shape[:-1], -1), 0.0
+        noisy.coef_, noisy.intercept_ = (
+            np.eye(margins.shape[1]).reshape(*self.coef_.shape[:-1], -1),
+            0.0,
+        )
         with np.errstate(over="ignore"):
             return float(noisy.score(moved, np.tile(targets, copies)))
 
     def release(self, sigma: float, generator: Generator | None = None) -> Tensor:
         """The parameters plus N(0, σ²I), the intercept last.
 
-        The information JᵀJ/σ² holds for a public σ: one computed from the data leaks, too, unless it is rounded
-        (:meth:`sigma_for`). The operating system seeds the noise, not ``torch.manual_seed``; ``generator`` is for
-        tests, because whoever knows its seed can subtract the noise.
+        The information JᵀJ/σ² holds for a public σ: one computed from the data leaks, too, unless
+        it is rounded (:meth:`sigma_for`). The operating system seeds the noise, not
+        ``torch.manual_seed``; ``generator`` is for tests, because whoever knows its seed can
+        subtract the noise.
 
         Returns:
             [p]; [classes, p] for a softmax.
         """
         self._check_fitted()
-        require(sigma > 0, f"sigma={sigma} must be positive: without noise the release gives everything away")
-        w, generator = self._parameters().cpu(), generator or NoiseSource().generator(torch.device("cpu"))
+        if not sigma > 0:
+            raise ValueError(
+                f"sigma={sigma} must be positive: without noise the release gives everything away"
+            )
+        w, generator = (
+            self._parameters().cpu(),
+            generator or NoiseSource().generator(torch.device("cpu")),
+        )
         return w + sigma * torch.randn(w.shape, generator=generator, dtype=w.dtype)
 
     def sensitivity(
         self, X: object, y: object, *, private_target: bool = True, sample_weight: object = None
     ) -> Sensitivity:
-        """The minimiser's dependence on the training examples (X, y), as fitted (same columns, same weights).
+        """The minimiser's dependence on the training examples (X, y), as fitted (same columns, same
+        weights).
 
         Guarantees:
-            * All rows: they are refused unless, at w*, the objective has the same gradient and Hessian diagonal on them
-              as in the fit, up to rounding of the inputs to float32. Their order matters only if weights differ.
-            * Fewer rows, with their ``sample_weight``: only the columns' names and number can be checked.
+            * All rows: they are refused unless, at w*, the objective has the same gradient and
+              Hessian diagonal on them as in the fit, up to rounding of the inputs to float32. Their
+              order matters only if weights differ.
+            * Fewer rows, with their ``sample_weight``: only the columns' names and number can be
+              checked.
 
         Raises:
             ValueError: The model is not fitted, or was fitted on other data.
         """
         objective, fit = self._as_fitted(X, y, sample_weight), self._fit
-        return Sensitivity.build(*objective.data, fit.weights, fit.hessian, self.n_features_in_, private_target)
+        return Sensitivity.build(
+            *objective.data, fit.weights, fit.hessian, self.n_features_in_, private_target
+        )
 
     def _as_fitted(self, X: object, y: object, sample_weight: object) -> Objective:
         """The objective of the fit on its training examples (X, y), checked."""
@@ -178,13 +207,17 @@ class GeneralizedLinearModel(BaseEstimator):
         objective = replace(self._objective(X, y, sample_weight), l2=self._training_l2)
         given, n = len(objective.X), len(self._training_weight)
         d, columns = self.n_features_in_, objective.X.shape[1] - int(self.fit_intercept)
-        require(columns == d, f"X has {columns} columns, the model was fitted on {d}")
+        if columns != d:
+            raise ValueError(f"X has {columns} columns, the model was fitted on {d}")
         _check_names(X, list(getattr(self, "feature_names_in_", ())))
 
         # Without weights the rows must be the whole training set, whose weights are known.
         if sample_weight is None:
-            other = f"the model was fitted on {n} examples, got {given}"
-            require(given == n, f"{other}. Pass the training set; fil also takes a part, with its sample_weight")
+            if given != n:
+                raise ValueError(
+                    f"the model was fitted on {n} examples, got {given}. Pass the training set; "
+                    "fil also takes a part, with its sample_weight"
+                )
             objective = replace(objective, sample_weight=self._training_weight)
         if given == n:
             _check_minimum(objective, self._fit)
@@ -203,41 +236,48 @@ class GeneralizedLinearModel(BaseEstimator):
         one_hot: bool = False,
         sample_weight: object = None,
     ) -> Any:
-        """Fisher information loss of releasing w* + N(0, σ²I): η per example, attribute, group, or for all.
+        """Fisher information loss of releasing w* + N(0, σ²I): η per example, attribute, group, or
+        for all.
 
         Args:
             X: The training inputs, [n, d].
             y: The training targets, [n].
             sigma: σ, public or rounded; see :meth:`sigma_for`.
-            attributes: {name: columns (numbers, names or a slice)}; gives η of each attribute set for every example.
-            groups: One label per example; gives η of each group of examples together. One label for everybody, e.g.
-                ``["all"] * n``, gives η of the whole data set.
+            attributes: {name: columns (numbers, names or a slice)}; gives η of each attribute set
+                for every example.
+            groups: One label per example; gives η of each group of examples together. One label for
+                everybody, e.g. ``["all"] * n``, gives η of the whole data set.
             private_target: Whether y is private.
-            kind: "spectral": η = ‖J‖₂/σ. "trace": η̄ = ‖J‖_F/(σ sqrt(d)), d the number of private coordinates
-                (the square root of Guo et al.'s dFIL).
+            kind: "spectral": η = ‖J‖₂/σ. "trace": η̄ = ‖J‖_F/(σ sqrt(d)), d the number of private
+                coordinates (the square root of Guo et al.'s dFIL).
             one_hot: Whether the attributes are one-hot, so that they move only within the simplex.
             sample_weight: The examples' weights, if they are a part of the training set.
 
         Returns:
             An array [n]; with ``attributes`` a dict {name: [n]}; with ``groups`` a dict {group: η}.
         """
-        sensitivity = self.sensitivity(X, y, private_target=private_target, sample_weight=sample_weight)
-        return fisher_information_loss([Release(sensitivity, sigma)], self._numbered(attributes), groups, kind, one_hot)
+        sensitivity = self.sensitivity(
+            X, y, private_target=private_target, sample_weight=sample_weight
+        )
+        return fisher_information_loss(
+            [Release(sensitivity, sigma)], self._numbered(attributes), groups, kind, one_hot
+        )
 
     def mse_bound(self, X: object, y: object, sigma: float = 1.0, **options: Any) -> Any:
         """1/η̄² of :meth:`fil` with ``kind="trace"``, with the same options and shapes.
 
-        This is the least mean squared error per private coordinate, over the noise, of an unbiased attacker who sees
-        w* + N(0, σ²I) and knows everything else. Biased attackers can do better; :func:`torchfil.glm.guess` binds every
-        attacker.
+        This is the least mean squared error per private coordinate, over the noise, of an unbiased
+        attacker who sees w* + N(0, σ²I) and knows everything else. Biased attackers can do better;
+        :func:`torchfil.glm.guess` binds every attacker.
         """
         return mse_bound_from_fil(self.fil(X, y, sigma, kind="trace", **options))
 
     def sigma_for(self, X: object, y: object, target_eta: float, **options: Any) -> float:
-        """The σ at which the largest η is at most ``target_eta``, rounded up to a public grid, the powers of 2^(1/4).
+        """The σ at which the largest η is at most ``target_eta``, rounded up to a public grid, the
+        powers of 2^(1/4).
 
-        This is at most 19 % more noise than needed. A σ that is computed from the data and released unrounded leaks,
-        too.
+        This is at most 19 % more noise than needed. A σ that is computed from the data and released
+        unrounded leaks, too.
 
         Args:
             X: The training inputs, [n, d].
@@ -245,51 +285,69 @@ class GeneralizedLinearModel(BaseEstimator):
             target_eta: The target η.
             **options: Options of :meth:`fil`, including ``attributes`` and ``groups``.
         """
-        require(target_eta > 0, f"target_eta={target_eta} must be positive")
+        if not target_eta > 0:
+            raise ValueError(f"target_eta={target_eta} must be positive")
         eta = self.fil(X, y, 1.0, **options)
         largest = max(np.max(each) for each in eta.values()) if isinstance(eta, dict) else eta.max()
         return round_up(float(largest) / target_eta)
 
     def sigma_for_dp(self, X: object, epsilon: float, delta: float) -> float:
-        """The σ that makes the release (ε, δ)-differentially private (replace one), analytic Gaussian mechanism.
+        """The σ that makes the release (ε, δ)-differentially private (replace one), analytic
+        Gaussian mechanism.
 
-        Sensitivity 2L/(nλ) (Chaudhuri et al. 2011), for an L-Lipschitz loss, ‖x‖ ≤ 1, λ > 0, equal weights and no
-        intercept; each assumption is checked. X is the training inputs: n is their number.
+        Sensitivity 2L/(nλ) (Chaudhuri et al. 2011), for an L-Lipschitz loss, ‖x‖ ≤ 1, λ > 0, equal
+        weights and no intercept; each assumption is checked. X is the training inputs: n is their
+        number.
         """
         self._check_fitted()
-        require(epsilon > 0 and 0 < delta < 1, f"epsilon={epsilon} must be positive and delta={delta} in (0, 1)")
+        if not (epsilon > 0 and 0 < delta < 1):
+            raise ValueError(f"epsilon={epsilon} must be positive and delta={delta} in (0, 1)")
         loss, inputs, n = self._loss(), as_array(X).astype(float), len(self._training_weight)
         given, wanted = list(inputs.shape), [n, self.n_features_in_]
-        require(given == wanted, f"X has the shape {given}, the model was fitted on {wanted}: pass the training set")
+        if given != wanted:
+            raise ValueError(
+                f"X has the shape {given}, the model was fitted on {wanted}: pass the training set"
+            )
 
         # The theorem's assumptions; the error names those that fail.
         norms = np.linalg.norm(inputs, axis=1)
         reasons = {
             f"the {loss.name} loss has an unbounded derivative": loss.lipschitz is None,
             f"l2={self.l2} must be positive": not self.l2 > 0,
-            f"inputs must have norm at most 1, the largest is {norms.max():.3g}": norms.max() > 1 + 1e-12,
+            f"inputs must have norm at most 1, the largest is {norms.max():.3g}": norms.max()
+            > 1 + 1e-12,
             "an intercept is not penalised": self.fit_intercept,
             "sample weights must all be 1": bool((self._training_weight != 1).any()),
         }
         broken = [reason for reason, holds in reasons.items() if holds]
         if broken or loss.lipschitz is None:
-            raise ValueError(f"output perturbation has no finite sensitivity here: {'; '.join(broken)}")
+            raise ValueError(
+                f"output perturbation has no finite sensitivity here: {'; '.join(broken)}"
+            )
 
         # ε falls with the noise: bisected on a logarithmic scale, for a sensitivity of 1.
         low, high = 1e-6, 1e6
         for _ in range(200):
             middle = math.sqrt(low * high)
-            low, high = (middle, high) if analytic_gaussian_epsilon(middle, delta) > epsilon else (low, middle)
+            low, high = (
+                (middle, high)
+                if analytic_gaussian_epsilon(middle, delta) > epsilon
+                else (low, middle)
+            )
         return high * 2 * loss.lipschitz / (n * self.l2)
 
     def _objective(self, X: object, y: object, sample_weight: object) -> Objective:
         inputs, targets, weights = self._tensors(X, y, sample_weight)
         penalised = torch.ones_like(inputs[0])
         penalised[len(penalised) - int(self.fit_intercept) :] = 0
-        return Objective(self._loss(), inputs, targets, weights, self.l2, penalised, self._num_margins())
+        return Objective(
+            self._loss(), inputs, targets, weights, self.l2, penalised, self._num_margins()
+        )
 
     def _loss(self) -> Loss:
-        return self.loss if isinstance(self.loss, MarginLoss) else MarginLoss.from_function(self.loss)
+        return (
+            self.loss if isinstance(self.loss, MarginLoss) else MarginLoss.from_function(self.loss)
+        )
 
     def _num_margins(self) -> int:
         return 1
@@ -298,7 +356,11 @@ class GeneralizedLinearModel(BaseEstimator):
         return self._fit.weights[:, 0]
 
     def _numbered(self, attributes: Attributes | None) -> dict[str, list[int]] | None:
-        return None if attributes is None else {key: self.column_numbers(each) for key, each in attributes.items()}
+        return (
+            None
+            if attributes is None
+            else {key: self.column_numbers(each) for key, each in attributes.items()}
+        )
 
     def column_numbers(self, columns: Sequence[Any] | slice) -> list[int]:
         """The numbers of columns of the fitted model, given by number, by name or as a slice."""
@@ -307,11 +369,20 @@ class GeneralizedLinearModel(BaseEstimator):
             return list(known)[columns]
         columns = [columns] if isinstance(columns, str) else columns
         numbers = [names.index(column) if column in names else column for column in columns]
-        wrong = [c for c in numbers if isinstance(c, bool) or not isinstance(c, int | np.integer) or c not in known]
-        use = f"use numbers below {len(known)} or names of {names}"
-        require(bool(numbers) and not wrong, f"unknown columns {wrong}; {use}")
+        wrong = [
+            c
+            for c in numbers
+            if isinstance(c, bool) or not isinstance(c, int | np.integer) or c not in known
+        ]
+        if not (bool(numbers) and not wrong):
+            raise ValueError(
+                f"unknown columns {wrong}; use numbers below {len(known)} or names of {names}"
+            )
         repeated = sorted({int(c) for c in numbers if numbers.count(c) > 1})
-        require(not repeated, f"columns {repeated} occur more than once in {list(columns)} and would count twice")
+        if repeated:
+            raise ValueError(
+                f"columns {repeated} occur more than once in {list(columns)} and would count twice"
+            )
         return [int(c) for c in numbers]
 
     def _tensor(self, values: Any) -> Tensor:
@@ -322,34 +393,38 @@ class GeneralizedLinearModel(BaseEstimator):
     def _targets(self, y: object) -> Tensor:
         return self._tensor(y)
 
-    def _tensors(self, X: object, y: object, sample_weight: object) -> tuple[Tensor, Tensor, Tensor]:
+    def _tensors(
+        self, X: object, y: object, sample_weight: object
+    ) -> tuple[Tensor, Tensor, Tensor]:
         inputs = self._tensor(X)
         shape = as_array(y).shape
-        table = inputs.ndim == 2 and shape == inputs.shape[:1] and len(inputs) > 0
-        require(table, f"X must be [n, d] and y [n], got {tuple(inputs.shape)} and {shape}")
+        if not (inputs.ndim == 2 and shape == inputs.shape[:1] and len(inputs) > 0):
+            raise ValueError(f"X must be [n, d] and y [n], got {tuple(inputs.shape)} and {shape}")
         targets = self._targets(y)
         bad = ~torch.isfinite(torch.cat([inputs, targets.view(len(inputs), -1)], dim=1))
         rows, columns = (bad.any(dim=other).nonzero().flatten().tolist()[:10] for other in (1, 0))
         where = f"columns {columns} of X" if columns and columns[0] < inputs.shape[1] else "y"
-        require(not rows, f"NaN or infinite values in rows {rows}, {where}; drop or impute them")
+        if rows:
+            raise ValueError(f"NaN or infinite values in rows {rows}, {where}; drop or impute them")
         weights = torch.ones_like(inputs[:, 0])
         if sample_weight is not None:
             weights = self._tensor(sample_weight)
-            fits = weights.shape == shape and bool((weights >= 0).all())
-            require(fits, "sample_weight must be one number ≥ 0 per example")
+            if not (weights.shape == shape and bool((weights >= 0).all())):
+                raise ValueError("sample_weight must be one number ≥ 0 per example")
         if self.fit_intercept:
             inputs = torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1)
         return inputs, targets, weights
 
     def _check_fitted(self) -> None:
-        require(hasattr(self, "_fit"), f"this {type(self).__name__} is not fitted yet; call fit(X, y) first")
+        if not hasattr(self, "_fit"):
+            raise ValueError(f"this {type(self).__name__} is not fitted yet; call fit(X, y) first")
 
 
 class Composition:
     """Models fitted on the same examples and released with independent noise: I = Σ_k J_kᵀJ_k/σ_k².
 
-    The models may differ (losses, λ, weights), and one model may be released several times. The total η² lies between
-    the largest and the sum of the single ones; it is computed exactly.
+    The models may differ (losses, λ, weights), and one model may be released several times. The
+    total η² lies between the largest and the sum of the single ones; it is computed exactly.
 
     Args:
         releases: Pairs of a fitted model and the σ of its release.
@@ -365,14 +440,22 @@ class Composition:
     """
 
     def __init__(self, releases: Sequence[tuple[GeneralizedLinearModel, float]]) -> None:
-        require(bool(releases), "a composition needs at least one release")
+        if not releases:
+            raise ValueError("a composition needs at least one release")
         information: dict[GeneralizedLinearModel, float] = {}
         for model, scale in releases:
             model._check_fitted()
-            require(scale > 0, f"sigma={scale} must be positive: without noise the Fisher information is infinite")
+            if not scale > 0:
+                raise ValueError(
+                    f"sigma={scale} must be positive: without noise the Fisher information is "
+                    "infinite"
+                )
             information[model] = information.get(model, 0.0) + scale**-2
         widths = {model.n_features_in_ for model in information}
-        require(len(widths) == 1, f"the models were fitted on {sorted(widths)} columns; a composition needs the same")
+        if len(widths) != 1:
+            raise ValueError(
+                f"the models were fitted on {sorted(widths)} columns; a composition needs the same"
+            )
         self.releases = [(model, total**-0.5) for model, total in information.items()]
 
     def fil(
@@ -386,48 +469,77 @@ class Composition:
         *,
         one_hot: bool = False,
     ) -> Any:
-        """As :meth:`GeneralizedLinearModel.fil`, for all releases together; each model keeps its own weights.
+        """As :meth:`GeneralizedLinearModel.fil`, for all releases together.
+
+        Each model keeps its own weights.
 
         Args:
             X: The training inputs, [n, d].
             y: The training targets, [n], the same for all.
             attributes: {name: columns}.
             groups: One label per example.
-            private_target: Whether y is private; all models must then see the same coordinates of it.
+            private_target: Whether y is private; all models must then see the same coordinates of
+                it.
             kind: "spectral" or "trace".
             one_hot: Whether the attributes are one-hot, so that they move only within the simplex.
         """
-        made = [(model.sensitivity(X, y, private_target=private_target), scale) for model, scale in self.releases]
-        alike = len({sensitivity.num_coordinates for sensitivity, _ in made}) == 1
-        require(alike, "a softmax's target is a point of the simplex, others' a number: pass private_target=False")
+        made = [
+            (model.sensitivity(X, y, private_target=private_target), scale)
+            for model, scale in self.releases
+        ]
+        if len({sensitivity.num_coordinates for sensitivity, _ in made}) != 1:
+            raise ValueError(
+                "a softmax's target is a point of the simplex, others' a number: pass "
+                "private_target=False"
+            )
         columns = self.releases[0][0]._numbered(attributes)
-        return fisher_information_loss([Release(*pair) for pair in made], columns, groups, kind, one_hot)
+        return fisher_information_loss(
+            [Release(*pair) for pair in made], columns, groups, kind, one_hot
+        )
 
     def mse_bound(self, X: object, y: object, **options: Any) -> Any:
-        """1/η̄² for all releases together, for an unbiased attacker; as :meth:`GeneralizedLinearModel.mse_bound`."""
+        """1/η̄² for all releases together, for an unbiased attacker.
+
+        As :meth:`GeneralizedLinearModel.mse_bound`.
+        """
         return mse_bound_from_fil(self.fil(X, y, kind="trace", **options))
 
 
 def _check_names(X: object, fitted: Sequence[object]) -> None:
     """Refuse a table whose columns have other names, or another order, than in the fit."""
     given = list(getattr(X, "columns", ()))
-    if not (given and fitted and all(isinstance(name, str) for name in [*given, *fitted])) or given == fitted:
+    if (
+        not (given and fitted and all(isinstance(name, str) for name in [*given, *fitted]))
+        or given == fitted
+    ):
         return
-    place = next(k for k, (name, expected) in enumerate(zip(given, fitted, strict=True)) if name != expected)
-    other = f"column {place} is {given[place]!r}, at the fit it was {fitted[place]!r}"
-    raise ValueError(f"X and y are not what the model was fitted on: {other}. Pass the columns as in feature_names_in_")
+    place = next(
+        k for k, (name, expected) in enumerate(zip(given, fitted, strict=True)) if name != expected
+    )
+    raise ValueError(
+        f"X and y are not what the model was fitted on: column {place} is {given[place]!r}, at "
+        f"the fit it was {fitted[place]!r}. Pass the columns as in feature_names_in_"
+    )
 
 
 def _check_minimum(objective: Objective, fit: Fit) -> None:
-    """Refuse data on which w* is not a minimum, or has another curvature (which shows other weights without l2).
+    """Refuse data on which w* is not a minimum, or has another curvature (which shows other weights
+    without l2).
 
-    The gradient may be as large as at the fit, plus a millionth of the sum of its terms' sizes: rounding the inputs
-    to float32 changes them by 6e-8. The Hessian's diagonal may change ten times as much, assuming that the third
-    derivative is about as large as the second.
+    The gradient may be as large as at the fit, plus a millionth of the sum of its terms' sizes:
+    rounding the inputs to float32 changes them by 6e-8. The Hessian's diagonal may change ten times
+    as much, assuming that the third derivative is about as large as the second.
     """
-    u, inputs, ridge, weight = fit.weights, objective.X, objective.ridge, objective.sample_weight[:, None]
+    u, inputs, ridge, weight = (
+        fit.weights,
+        objective.X,
+        objective.ridge,
+        objective.sample_weight[:, None],
+    )
     loss, margin, gradient = objective.loss, inputs @ u, objective.gradient(u)
-    residual, curvature = (each(margin, objective.y).abs() for each in (loss.residual, loss.curvature))
+    residual, curvature = (
+        each(margin, objective.y).abs() for each in (loss.residual, loss.curvature)
+    )
 
     # how much rounding may change each entry
     size = inputs.abs()
@@ -438,11 +550,17 @@ def _check_minimum(objective: Objective, fit: Fit) -> None:
 
     squares, own = inputs.square().mT, weight * curvature.diagonal(dim1=1, dim2=2)
     change = squares @ own + ridge - fit.hessian.diagonal().view_as(u)
-    same = (gradient.abs() <= allowed) & (change.abs() <= 1e-5 * (squares @ (own * largest) + ridge))
+    same = (gradient.abs() <= allowed) & (
+        change.abs() <= 1e-5 * (squares @ (own * largest) + ridge)
+    )
     same &= torch.isfinite(gradient) & torch.isfinite(change)
     here, there = float(gradient.abs().max()) / len(inputs), fit.gradient_norm
-    other = f"their gradient over n is {here:.2g} at its weights ({there:.2g} at the fit), or their Hessian differs"
-    require(bool(same.all()), f"X and y are not what the model was fitted on: {other}. Pass the training set as fitted")
+    if not same.all():
+        raise ValueError(
+            f"X and y are not what the model was fitted on: their gradient over n is {here:.2g} "
+            f"at its weights ({there:.2g} at the fit), or their Hessian differs. Pass the "
+            "training set as fitted"
+        )
 
 
 class _OwnLoss(GeneralizedLinearModel):
@@ -478,14 +596,18 @@ class _Classifier(ClassifierMixin, _OwnLoss):
 
 
 class LogisticRegression(_Classifier):
-    """Logistic regression, log(1 + e^m) − ym for targets in {0, 1}; see :class:`GeneralizedLinearModel`."""
+    """Logistic regression, log(1 + e^m) − ym for targets in {0, 1}.
+
+    See :class:`GeneralizedLinearModel`.
+    """
 
     loss = solvers.LOGISTIC
 
     def fit(self, X: object, y: object, sample_weight: object = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets must be 0 or 1."""
         values = np.unique(as_array(y).astype(float))
-        require(set(values.tolist()) <= {0.0, 1.0}, f"logistic targets must be 0 or 1, got {values[:5].tolist()}")
+        if not set(values.tolist()) <= {0.0, 1.0}:
+            raise ValueError(f"logistic targets must be 0 or 1, got {values[:5].tolist()}")
         self.classes_ = np.array([0, 1])
         return super().fit(X, y, sample_weight)
 
@@ -499,10 +621,13 @@ class LogisticRegression(_Classifier):
 
 
 class SoftmaxRegression(_Classifier):
-    """Softmax regression, −log softmax(Wx)_y for any number of classes; see :class:`GeneralizedLinearModel`.
+    """Softmax regression, −log softmax(Wx)_y for any number of classes.
 
-    The minimisers differ by one vector added to every class; the shortest one is used: Σ_c w_c = 0. It is released with
-    noise on all classes × p entries. A private target moves within the simplex: it has classes − 1 coordinates.
+    See :class:`GeneralizedLinearModel`.
+
+    The minimisers differ by one vector added to every class; the shortest one is used: Σ_c w_c = 0.
+    It is released with noise on all classes × p entries. A private target moves within the simplex:
+    it has classes − 1 coordinates.
 
     Attributes:
         classes_: The labels.
@@ -513,7 +638,8 @@ class SoftmaxRegression(_Classifier):
     def fit(self, X: object, y: object, sample_weight: object = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets are labels."""
         classes = np.unique(as_array(y))
-        require(len(classes) >= 2, f"a classifier needs at least 2 classes, y holds {classes.tolist()}")
+        if not len(classes) >= 2:
+            raise ValueError(f"a classifier needs at least 2 classes, y holds {classes.tolist()}")
         self.classes_ = classes
         return super().fit(X, y, sample_weight)
 
@@ -534,7 +660,8 @@ class SoftmaxRegression(_Classifier):
     def _targets(self, y: object) -> Tensor:
         labels = as_array(y)
         unknown = np.setdiff1d(labels, self.classes_).tolist()
-        require(not unknown, f"labels {unknown} are not among the classes {self.classes_.tolist()}")
+        if unknown:
+            raise ValueError(f"labels {unknown} are not among the classes {self.classes_.tolist()}")
         return self._tensor(labels[:, None] == self.classes_[None, :])
 
     def _parameters(self) -> Tensor:
@@ -551,7 +678,8 @@ class PoissonRegression(RegressorMixin, _OwnLoss):
     def fit(self, X: object, y: object, sample_weight: object = None) -> Any:
         """As in :class:`GeneralizedLinearModel`; targets must not be negative."""
         smallest = np.min(as_array(y).astype(float), initial=0)
-        require(smallest >= 0, f"Poisson targets are counts; the smallest is {smallest:g}")
+        if not smallest >= 0:
+            raise ValueError(f"Poisson targets are counts; the smallest is {smallest:g}")
         return super().fit(X, y, sample_weight)
 
     def predict(self, X: object) -> np.ndarray:
@@ -565,11 +693,12 @@ class PoissonRegression(RegressorMixin, _OwnLoss):
         return float(d2_tweedie_score(y, self.predict(X), sample_weight=sample_weight, power=1))
 
 
-# ---------------------------------------------------------------------- weights that make everybody leak alike
+# ----------------------------------------------------------- weights that make everybody leak alike
 
-# They leak alike **with the weights held fixed**: η is that of a fit whose ω does not depend on the data. But ω was
-# computed from the data: with its derivative, the η of single examples was 0.87 to 1.64 times the reported one (least
-# squares), and up to 2.27 times (logistic, inputs only). The reweighted model leaks nearly alike, not exactly.
+# They leak alike **with the weights held fixed**: η is that of a fit whose ω does not depend on the
+# data. But ω was computed from the data: with its derivative, the η of single examples was 0.87 to
+# 1.64 times the reported one (least squares), and up to 2.27 times (logistic, inputs only). The
+# reweighted model leaks nearly alike, not exactly.
 
 
 @dataclass(frozen=True)
@@ -578,9 +707,12 @@ class IRFIL:
 
     Attributes:
         model: The model at the last weights.
-        sample_weight: ω, [n], with mean 1. It is computed from private data and confidential, like η.
-        etas: η of every example at each round, the unweighted fit first, ω held fixed, [rounds + 1, n].
-        spread: The standard deviation, at each round, of the equalised numbers: η of examples, or mean η of groups.
+        sample_weight: ω, [n], with mean 1. It is computed from private data and confidential, like
+            η.
+        etas: η of every example at each round, the unweighted fit first, ω held fixed, [rounds + 1,
+            n].
+        spread: The standard deviation, at each round, of the equalised numbers: η of examples, or
+            mean η of groups.
         converged: Whether the spread fell to the tolerance.
     """
 
@@ -606,19 +738,21 @@ def iteratively_reweighted_fil(
     clamp: tuple[float, float] = (0.0, np.inf),
     progress: bool = False,
 ) -> IRFIL:
-    """ω ← n (ω/η) / Σ(ω/η), refit, repeat: at a fixed point all η are equal, with the weights held fixed.
+    """ω ← n (ω/η) / Σ(ω/η), refit, repeat: at a fixed point all η are equal, with the weights held
+    fixed.
 
-    η does not include that ω itself depends on the data; see :mod:`torchfil.glm.model` for how much this matters.
+    η does not include that ω itself depends on the data; see :mod:`torchfil.glm.model` for how much
+    this matters.
 
     Args:
         model: An estimator; a clone of it is fitted, and the original stays unchanged.
         X: Inputs, [n, d].
         y: Targets, [n].
         rounds: The largest number of reweightings.
-        groups: None equalises η over examples. One label per example (or "class": the targets) gives all examples of
-            a group one weight and equalises the groups' mean η.
-        attribute: The columns (numbers, names or a slice) of the attribute whose η is equalised; None: the whole
-            example.
+        groups: None equalises η over examples. One label per example (or "class": the targets)
+            gives all examples of a group one weight and equalises the groups' mean η.
+        attribute: The columns (numbers, names or a slice) of the attribute whose η is equalised;
+            None: the whole example.
         one_hot: Whether that attribute is one-hot, so that it moves only within the simplex.
         private_target: Whether y is private (without ``attribute``).
         kind: Which η, as in :meth:`GeneralizedLinearModel.fil`.
@@ -626,12 +760,15 @@ def iteratively_reweighted_fil(
         clamp: The smallest and largest weight, before they are scaled to mean 1.
         progress: Whether to show a progress bar (tqdm).
     """
-    require(rounds >= 1, f"rounds={rounds} must be at least 1")
-    require(0 <= clamp[0] <= 1 <= clamp[1], f"clamp={clamp} must hold 1, the mean weight, and no negative number")
+    if not rounds >= 1:
+        raise ValueError(f"rounds={rounds} must be at least 1")
+    if not 0 <= clamp[0] <= 1 <= clamp[1]:
+        raise ValueError(f"clamp={clamp} must hold 1, the mean weight, and no negative number")
     n = len(as_array(y))
     by_class = isinstance(groups, str) and groups == "class"
     labels = as_array(y if by_class else np.arange(n) if groups is None else groups)
-    require(len(labels) == n, f"groups must give one label per example: {len(labels)} for {n}")
+    if len(labels) != n:
+        raise ValueError(f"groups must give one label per example: {len(labels)} for {n}")
     numbers = {label: number for number, label in enumerate(dict.fromkeys(labels.tolist()))}
     member = np.array([numbers[label] for label in labels.tolist()])
     sizes = np.bincount(member)
@@ -639,7 +776,17 @@ def iteratively_reweighted_fil(
     def fitted(weights: np.ndarray) -> tuple[GeneralizedLinearModel, np.ndarray, np.ndarray]:
         refitted = clone(model).fit(X, y, sample_weight=weights)
         attributes = None if attribute is None else {"attribute": attribute}
-        eta = refitted.fil(X, y, 1.0, attributes, None, private_target, kind, one_hot=one_hot, sample_weight=weights)
+        eta = refitted.fil(
+            X,
+            y,
+            1.0,
+            attributes,
+            None,
+            private_target,
+            kind,
+            one_hot=one_hot,
+            sample_weight=weights,
+        )
         eta = eta if attribute is None else eta["attribute"]
         return refitted, eta, np.bincount(member, eta) / sizes
 
@@ -650,7 +797,10 @@ def iteratively_reweighted_fil(
         if spread[-1] <= tolerance * level.mean():
             break
         what = "an example" if groups is None else "a group"
-        require(bool((level > 0).all()), f"{what} has η = 0, no influence on the model, and would get infinite weight")
+        if not (level > 0).all():
+            raise ValueError(
+                f"{what} has η = 0, no influence on the model, and would get infinite weight"
+            )
         weights = np.clip(weights * (level.mean() / level)[member], *clamp)
         weights *= n / weights.sum()
         reweighted, eta, level = fitted(weights)
@@ -663,8 +813,8 @@ def iteratively_reweighted_fil(
 def round_up(sigma: float) -> float:
     """The smallest power of 2^(1/4) that is at least σ.
 
-    On this grid σ is constant almost everywhere, so that it tells nothing about single examples. Unrounded, it would
-    add 2p ∇log σ ∇log σᵀ to the information, p the number of weights.
+    On this grid σ is constant almost everywhere, so that it tells nothing about single examples.
+    Unrounded, it would add 2p ∇log σ ∇log σᵀ to the information, p the number of weights.
 
     Example:
         >>> round_up(0.3)

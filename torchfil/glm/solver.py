@@ -1,4 +1,6 @@
-"""Losses of generalised linear models, and their minimisation, weighted and regularised, to a stated tolerance."""
+"""Losses of generalised linear models, and their minimisation, weighted and regularised, to a
+stated tolerance.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from torchfil.utils.errors import require
-
 _LARGEST_MARGIN = 1e8
 Elementwise = Callable[[Tensor, Tensor], Tensor]
 
@@ -21,8 +21,8 @@ Elementwise = Callable[[Tensor, Tensor], Tensor]
 class MarginLoss:
     """ℓ(m, y), convex in the one margin m = wᵀx, elementwise on tensors.
 
-    Methods take margins [n, K] and all targets, like those of :class:`SoftmaxLoss`; here K = 1, and t, the number of
-    the target's coordinates, is 1.
+    Methods take margins [n, K] and all targets, like those of :class:`SoftmaxLoss`; here K = 1, and
+    t, the number of the target's coordinates, is 1.
 
     Attributes:
         name: The name for messages.
@@ -42,7 +42,10 @@ class MarginLoss:
 
     @classmethod
     def from_function(cls, value: Elementwise, name: str = "custom") -> MarginLoss:
-        """A loss given as a torch function of one margin and one target; derivatives by autograd."""
+        """A loss given as a torch function of one margin and one target.
+
+        Derivatives by autograd.
+        """
         first = vmap(grad(value, argnums=0))
         second = vmap(grad(grad(value, argnums=0), argnums=0))
         cross = vmap(grad(grad(value, argnums=0), argnums=1))
@@ -69,10 +72,11 @@ class MarginLoss:
 class SoftmaxLoss:
     """−Σ_c y_c log softmax(Bm)_c for targets y in the simplex of ``classes`` corners.
 
-    A softmax does not change if a number is added to all its logits, so weights W are determined up to W + v1ᵀ. The
-    shortest minimiser has W1 = 0: W = UBᵀ, with B ∈ R^{classes×K} an orthonormal basis of 1⊥, K = classes − 1. The
-    margins are those of U: strictly convex, ‖U‖ = ‖W‖, and W's Jacobian has the same Gram matrix as U's. The target
-    moves within the simplex: its t = K coordinates are those along B.
+    A softmax does not change if a number is added to all its logits, so weights W are determined up
+    to W + v1ᵀ. The shortest minimiser has W1 = 0: W = UBᵀ, with B ∈ R^{classes×K} an orthonormal
+    basis of 1⊥, K = classes − 1. The margins are those of U: strictly convex, ‖U‖ = ‖W‖, and W's
+    Jacobian has the same Gram matrix as U's. The target moves within the simplex: its t = K
+    coordinates are those along B.
     """
 
     classes: int
@@ -94,11 +98,16 @@ class SoftmaxLoss:
         basis = self.basis(margin)
         probability = torch.softmax(margin @ basis.mT, dim=1)
         mean = probability @ basis
-        return torch.einsum("ck,nc,cl->nkl", basis, probability, basis) - mean[:, :, None] * mean[:, None, :]
+        return (
+            torch.einsum("ck,nc,cl->nkl", basis, probability, basis)
+            - mean[:, :, None] * mean[:, None, :]
+        )
 
     def coupling(self, margin: Tensor, y: Tensor) -> Tensor:
         """∂²ℓ/∂m∂y, [n, K, t]."""
-        return -torch.eye(self.classes - 1, dtype=margin.dtype, device=margin.device).expand(len(margin), -1, -1)
+        return -torch.eye(self.classes - 1, dtype=margin.dtype, device=margin.device).expand(
+            len(margin), -1, -1
+        )
 
     def basis(self, like: Tensor) -> Tensor:
         """B, [classes, K]."""
@@ -109,17 +118,24 @@ Loss = MarginLoss | SoftmaxLoss  # ℓ(m, y), convex in the K margins m = Uᵀx 
 
 
 def tangent_basis(size: int) -> Tensor:
-    """An orthonormal basis of {t ∈ R^size : Σ t = 0}, [size, size − 1]: the directions within a simplex."""
-    require(size >= 2, f"a one-hot attribute needs at least 2 columns, got {size}")
+    """An orthonormal basis of {t ∈ R^size : Σ t = 0}, [size, size − 1]: the directions within a
+    simplex.
+    """
+    if not size >= 2:
+        raise ValueError(f"a one-hot attribute needs at least 2 columns, got {size}")
     ones = torch.ones(size, 1, dtype=torch.float64)
-    return torch.linalg.qr(torch.cat([ones, torch.eye(size, dtype=torch.float64)[:, 1:]], dim=1)).Q[:, 1:]
+    return torch.linalg.qr(torch.cat([ones, torch.eye(size, dtype=torch.float64)[:, 1:]], dim=1)).Q[
+        :, 1:
+    ]
 
 
 def _ones(margin: Tensor, target: Tensor) -> Tensor:
     return torch.ones_like(margin)
 
 
-SQUARED = MarginLoss("squared", lambda m, y: 0.5 * (m - y).square(), lambda m, y: m - y, _ones, _ones)
+SQUARED = MarginLoss(
+    "squared", lambda m, y: 0.5 * (m - y).square(), lambda m, y: m - y, _ones, _ones
+)
 LOGISTIC = MarginLoss(
     "logistic",
     lambda m, y: torch.nn.functional.softplus(m) - y * m,
@@ -128,7 +144,9 @@ LOGISTIC = MarginLoss(
     _ones,
     lipschitz=1.0,
 )
-POISSON = MarginLoss("poisson", lambda m, y: m.exp() - y * m, lambda m, y: m.exp() - y, lambda m, y: m.exp(), _ones)
+POISSON = MarginLoss(
+    "poisson", lambda m, y: m.exp() - y * m, lambda m, y: m.exp() - y, lambda m, y: m.exp(), _ones
+)
 
 
 class NotConvergedError(ValueError):
@@ -186,18 +204,24 @@ class Objective:
         return (self.X @ weights).abs().max() / self.y.abs().max().clamp(min=1)
 
     def gradient_terms(self, weights: Tensor) -> Tensor:
-        """The total size of the terms of each gradient entry, [p, K]; rounding leaves a share of it.
+        """The total size of the terms of each gradient entry, [p, K].
+
+        Rounding leaves a share of it.
 
         A margin's own terms also count: through the curvature, their rounding affects the residual.
         """
         margin, sizes = self.X @ weights, self.X.abs()
         curvature = self.loss.curvature(margin, self.y).abs()
-        inner = self.loss.residual(margin, self.y).abs() + torch.einsum("nkl,nl->nk", curvature, sizes @ weights.abs())
+        inner = self.loss.residual(margin, self.y).abs() + torch.einsum(
+            "nkl,nl->nk", curvature, sizes @ weights.abs()
+        )
         return sizes.mT @ (self.sample_weight[:, None] * inner) + self.ridge * weights.abs()
 
     def hessian(self, weights: Tensor) -> Tensor:
         """H = Σ ω_i x_i x_iᵀ ⊗ M_i + nλP ⊗ I, [pK, pK]; parameter (a, k) is row aK + k."""
-        curvature = self.sample_weight[:, None, None] * self.loss.curvature(self.X @ weights, self.y)
+        curvature = self.sample_weight[:, None, None] * self.loss.curvature(
+            self.X @ weights, self.y
+        )
         p, k = weights.shape
         result = self.X.new_zeros(p, k, p, k)
         for i in range(k):
@@ -230,13 +254,13 @@ class Fit:
 def minimise(objective: Objective, *, tolerance: float, max_iterations: int) -> Fit:
     """The minimiser, by Newton's method with backtracking.
 
-    It counts as found when the gradient is below the tolerance and the next Newton step would not matter: on separable
-    data the gradient also vanishes, but the steps do not.
+    It counts as found when the gradient is below the tolerance and the next Newton step would not
+    matter: on separable data the gradient also vanishes, but the steps do not.
 
     Args:
         objective: What to minimise.
-        tolerance: Stop if the gradient's entries over n are below this, or below this share of the size of their terms
-            if that exceeds 1 (columns in metres and dollars).
+        tolerance: Stop if the gradient's entries over n are below this, or below this share of the
+            size of their terms if that exceeds 1 (columns in metres and dollars).
         max_iterations: The largest number of Newton steps.
 
     Raises:
@@ -248,7 +272,9 @@ def minimise(objective: Objective, *, tolerance: float, max_iterations: int) -> 
     value = float(objective.value(weights))
     for iteration in range(max_iterations + 1):
         gradient = objective.gradient(weights)
-        size = float((gradient.abs() / (objective.gradient_terms(weights) / n).clamp(min=1)).max()) / n
+        size = (
+            float((gradient.abs() / (objective.gradient_terms(weights) / n).clamp(min=1)).max()) / n
+        )
         hessian = objective.hessian(weights)
         factor = _factor(hessian, objective.l2)
         step = torch.cholesky_solve(gradient.flatten()[:, None], factor).view_as(weights)
@@ -266,13 +292,17 @@ def minimise(objective: Objective, *, tolerance: float, max_iterations: int) -> 
 
         weights = weights - length * step
         value = float(objective.value(weights))
-        if not np.isfinite(value) or not float(objective.margins_over_targets(weights)) <= _LARGEST_MARGIN:
+        if (
+            not np.isfinite(value)
+            or not float(objective.margins_over_targets(weights)) <= _LARGEST_MARGIN
+        ):
             break
     raise NotConvergedError(
-        f"the {objective.loss.name} model did not converge: after {iteration} Newton steps the gradient is {size:.2g} "
-        f"(tolerance={tolerance:g}), and the weights still move by {float(step.abs().max()):.2g}. On separable data "
-        f"l2={objective.l2:g} leaves no minimum: set l2 > 0, and leave out the intercept, which has no penalty. "
-        "Otherwise raise max_iterations; if columns or targets are of very different size, scale them"
+        f"the {objective.loss.name} model did not converge: after {iteration} Newton steps the "
+        f"gradient is {size:.2g} (tolerance={tolerance:g}), and the weights still move by "
+        f"{float(step.abs().max()):.2g}. On separable data l2={objective.l2:g} leaves no minimum: "
+        "set l2 > 0, and leave out the intercept, which has no penalty. Otherwise raise "
+        "max_iterations; if columns or targets are of very different size, scale them"
     )
 
 
@@ -283,6 +313,6 @@ def _factor(hessian: Tensor, l2: float) -> Tensor:
     if int(failed) == 0 and float(pivots.diagonal().min()) > 1e-6:
         return scale[:, None] * pivots
     raise SingularHessianError(
-        f"the minimiser is not unique at l2={l2:g}: columns are linear combinations of others (drop one level of a "
-        "one-hot), or the data are separable. Drop columns, or set l2 > 0"
+        f"the minimiser is not unique at l2={l2:g}: columns are linear combinations of others "
+        "(drop one level of a one-hot), or the data are separable. Drop columns, or set l2 > 0"
     )

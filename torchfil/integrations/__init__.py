@@ -1,1 +1,4 @@
-"""The engine inside other training loops: Lightning and Hugging Face. Each needs its package (an extra)."""
+"""The engine inside other training loops: Lightning and Hugging Face.
+
+Each needs its package (an extra).
+"""

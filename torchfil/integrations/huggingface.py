@@ -27,7 +27,7 @@ from torchfil.fisher.models import check_unweighted_mean, with_attributes
 from torchfil.integrations.logger import LeakageLogger
 from torchfil.integrations.table import write_table
 from torchfil.private import decoder_tokens
-from torchfil.utils.errors import installed_by, require
+from torchfil.utils.errors import installed_by
 
 with installed_by("huggingface", "FILTrainer needs transformers"):
     from transformers import Trainer, TrainerCallback
@@ -43,48 +43,61 @@ class FILTrainer(Trainer):
     In use::
 
         trainer = FILTrainer(
-            model=model, args=TrainingArguments("out", max_grad_norm=1.0), train_dataset=data,
-            privacy={"noise_multiplier": 1.0, "private": Private(submodule="bert.embeddings.word_embeddings")},
+            model=model,
+            args=TrainingArguments("out", max_grad_norm=1.0),
+            train_dataset=data,
+            privacy={
+                "noise_multiplier": 1.0,
+                "private": Private(submodule="bert.embeddings.word_embeddings"),
+            },
             leakage_path="leakage.csv",
         )
         trainer.train()
         trainer.engine.leakage()
 
-    Every batch is one :meth:`FILPrivacyEngine.train_step`. ``max_grad_norm`` of ``TrainingArguments`` is C, the
-    clipping threshold of every example. Poisson sampling draws each step's batch, with a mean size of
-    ``per_device_train_batch_size`` · ``gradient_accumulation_steps``; it is processed in pieces that fit into
+    Every batch is one :meth:`FILPrivacyEngine.train_step`. ``max_grad_norm`` of
+    ``TrainingArguments`` is C, the clipping threshold of every example. Poisson sampling draws each
+    step's batch, with a mean size of ``per_device_train_batch_size`` ·
+    ``gradient_accumulation_steps``; it is processed in pieces that fit into
     ``Execution(max_memory=…)``, so accumulation costs no memory.
 
-    On several devices (``torchrun`` or ``accelerate launch``) this is the mean size per device, as in ``Trainer``.
-    Rank 0 writes the table and checkpoints. Before reading on one rank, call ``trainer.engine.gather()`` on all.
+    On several devices (``torchrun`` or ``accelerate launch``) this is the mean size per device, as
+    in ``Trainer``. Rank 0 writes the table and checkpoints. Before reading on one rank, call
+    ``trainer.engine.gather()`` on all.
 
-    The loss is the model's own, on each example alone: a mean over tokens is over the example's own tokens.
+    The loss is the model's own, on each example alone: a mean over tokens is over the example's own
+    tokens.
 
-    The loss that the trainer logs is the loss of the plain batch: it is not private. The ``grad_norm`` that it logs is
-    the norm of the released, noisy gradient.
+    The loss that the trainer logs is the loss of the plain batch: it is not private. The
+    ``grad_norm`` that it logs is the norm of the released, noisy gradient.
 
     Guarantees:
-        * Steps, noise, ε and ledger are those of the plain loop with :class:`FILPrivacyEngine`, on several devices
-          with ``DifferentiallyPrivateDistributedDataParallel``. Gradients are summed once, clipped and noisy.
+        * Steps, noise, ε and ledger are those of the plain loop with :class:`FILPrivacyEngine`, on
+          several devices with ``DifferentiallyPrivateDistributedDataParallel``. Gradients are
+          summed once, clipped and noisy.
         * Batches of an evaluation are not accounted for.
-        * Checkpoints hold the accounting (:data:`STATE_FILE`, as confidential as the table). A resumed run
-          continues weights, ε and ledger, with new noise and new batches; if noise and draws are seeded, in one
-          process, it equals an uninterrupted run. A checkpoint without the accounting is refused.
-        * fp16, several GPUs in one process, sharded models (FSDP, DeepSpeed), compiled models, ``compute_loss_func``,
-          and a ``compute_loss`` of a subclass or of another trainer beside it raise at construction. A
-          ``training_step`` of a subclass that does not call this one raises at its first step.
+        * Checkpoints hold the accounting (:data:`STATE_FILE`, as confidential as the table). A
+          resumed run continues weights, ε and ledger, with new noise and new batches; if noise and
+          draws are seeded, in one process, it equals an uninterrupted run. A checkpoint without the
+          accounting is refused.
+        * fp16, several GPUs in one process, sharded models (FSDP, DeepSpeed), compiled models,
+          ``compute_loss_func``, and a ``compute_loss`` of a subclass or of another trainer beside
+          it raise at construction. A ``training_step`` of a subclass that does not call this one
+          raises at its first step.
         * After ``train()`` the model is a plain module again.
 
     Args:
         *args: As in ``Trainer``.
-        privacy: Options of :meth:`FILPrivacyEngine.make_private`; with ``target_epsilon``, ``target_delta`` and
-            ``epochs`` of :meth:`FILPrivacyEngine.make_private_with_epsilon`.
-        criterion: Another loss, a function of (logits, labels); it must weight all examples equally, which is checked.
-            None: the model's own loss, which it computes from labels.
+        privacy: Options of :meth:`FILPrivacyEngine.make_private`; with ``target_epsilon``,
+            ``target_delta`` and ``epochs`` of :meth:`FILPrivacyEngine.make_private_with_epsilon`.
+        criterion: Another loss, a function of (logits, labels); it must weight all examples
+            equally, which is checked. None: the model's own loss, which it computes from labels.
         engine: The engine, which accounts for one call of ``train()``; None: a new one.
         leakage_path: The CSV file to which the table is written; None: no file.
-        delta: δ, for the table's ``individual_epsilon`` and for ε in the progress bar, beside the smallest MSE bound.
-        logger: Logs the leakage by :meth:`log`, where ``report_to`` says; see :class:`torchfil.LeakageLogger`.
+        delta: δ, for the table's ``individual_epsilon`` and for ε in the progress bar, beside the
+            smallest MSE bound.
+        logger: Logs the leakage by :meth:`log`, where ``report_to`` says; see
+            :class:`torchfil.LeakageLogger`.
         **options: As in ``Trainer``.
     """
 
@@ -120,31 +133,47 @@ class FILTrainer(Trainer):
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **options)
         self.engine.detach()
         if self.leakage_path is not None:
-            write_table(self.engine, self.leakage_path, self.delta, here=self.is_world_process_zero())
+            write_table(
+                self.engine, self.leakage_path, self.delta, here=self.is_world_process_zero()
+            )
         return result
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Make model, optimizer and loader private; called once, when training starts."""
-        # The same loader, with batches as plain dicts and with its own generator, whose state a checkpoint holds.
+        # The same loader, with batches as plain dicts and with its own generator, whose state a
+        # checkpoint holds.
         plain = super().get_train_dataloader()
         seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
         workers = {**worker_options(plain), "generator": torch.Generator().manual_seed(seed)}
-        batches = plain.batch_sampler if self.args.world_size == 1 else self._batches_of_ranks(plain.dataset, seed)
+        batches = (
+            plain.batch_sampler
+            if self.args.world_size == 1
+            else self._batches_of_ranks(plain.dataset, seed)
+        )
         collate = partial(_as_dict, plain.collate_fn)
-        loader: DataLoader[Any] = DataLoader(plain.dataset, batch_sampler=batches, collate_fn=collate, **workers)
+        loader: DataLoader[Any] = DataLoader(
+            plain.dataset, batch_sampler=batches, collate_fn=collate, **workers
+        )
 
         owner_of, rows = self.privacy.get("owner_of"), self.train_dataset
-        if isinstance(owner_of, str) and hasattr(rows, "__len__"):  # a column that the trainer takes out
-            found = rows[owner_of] if hasattr(rows, "column_names") else (row[owner_of] for row in rows)
+        # a column that the trainer takes out
+        if isinstance(owner_of, str) and hasattr(rows, "__len__"):
+            found = (
+                rows[owner_of] if hasattr(rows, "column_names") else (row[owner_of] for row in rows)
+            )
             self.privacy["owner_of"] = list(found)
 
         self.model.train()
-        prepare = "make_private_with_epsilon" if "target_epsilon" in self.privacy else "make_private"
+        prepare = (
+            "make_private_with_epsilon" if "target_epsilon" in self.privacy else "make_private"
+        )
         parts = shared_by(self.args.world_size, self.model), self.create_optimizer(), loader
         given: dict[str, Any] = {"max_grad_norm": self.args.max_grad_norm}
         if self.criterion is not None:
             given |= {"criterion": self.criterion, "batch_to_inputs": self._split}
-        _, optimizer, private_loader = getattr(self.engine, prepare)(*parts, **given, **self.privacy)
+        _, optimizer, private_loader = getattr(self.engine, prepare)(
+            *parts, **given, **self.privacy
+        )
         self.optimizer = _StepTaken(optimizer)
         self._pass.loader = private_loader
         if self.logger is not None:
@@ -161,22 +190,29 @@ class FILTrainer(Trainer):
             self.state.global_step = before
 
     def _show(self, numbers: dict[str, str]) -> None:
-        """Show ε and the smallest bound in the progress bar alone: what is logged goes to ``report_to``."""
+        """Show ε and the smallest bound in the progress bar alone: what is logged goes to
+        ``report_to``.
+        """
         for callback in self.callback_handler.callbacks:
             if getattr(callback, "training_bar", None) is not None:
                 callback.training_bar.set_postfix(numbers)
 
     def _batches_of_ranks(self, dataset: Any, seed: int) -> BatchSampler:
-        """The batches of this rank; with Poisson sampling, only their size matters: that of all ranks together."""
+        """The batches of this rank.
+
+        With Poisson sampling, only their size matters: that of all ranks together.
+        """
         size, drop_last = self._train_batch_size, self.args.dataloader_drop_last
         if self.privacy.get("poisson_sampling", True):
             return BatchSampler(RandomSampler(dataset), self.args.world_size * size, drop_last)
         return BatchSampler(DistributedSampler(dataset, seed=seed, drop_last=True), size, drop_last)
 
     def _prepare_for_training(self, *args: Any, **options: Any) -> tuple[Any, Any]:
-        """As in ``Trainer``, without the wrappers of torch and accelerate: no step goes through the former.
+        """As in ``Trainer``, without the wrappers of torch and accelerate: no step goes through the
+        former.
 
-        The latter's outputs would be copies from which no loss is made; every step has its own autocast.
+        The latter's outputs would be copies from which no loss is made; every step has its own
+        autocast.
         """
         model, loader = super()._prepare_for_training(*args, **options)
         self.model_wrapped = self.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
@@ -185,7 +221,8 @@ class FILTrainer(Trainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """A whole private step; the trainer's own ``optimizer.step()`` does nothing after it.
 
-        Poisson sampling can draw an empty batch: such a step releases only noise, and its loss is 0.
+        Poisson sampling can draw an empty batch: such a step releases only noise, and its loss is
+        0.
         """
         model.train()
         self._pass.stepped = True
@@ -193,7 +230,11 @@ class FILTrainer(Trainer):
             return self.engine.train_step(self._prepare_inputs(inputs)).detach().nan_to_num()
 
     def compute_loss(
-        self, model: Any, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
         """The loss of an evaluation batch."""
         if self.criterion is None:
@@ -206,13 +247,18 @@ class FILTrainer(Trainer):
     def _split(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """The model's inputs, and the labels: one tensor, or several by name."""
         names = [name for name in self._label_names if name in batch]
-        lacks = f"the batch has {sorted(batch)}, but no {' or '.join(self._label_names)}"
-        require(bool(names), f"{lacks}: name them so in every example, or pass TrainingArguments(label_names=[…])")
+        if not names:
+            raise ValueError(
+                f"the batch has {sorted(batch)}, but no {' or '.join(self._label_names)}: name "
+                "them so in every example, or pass TrainingArguments(label_names=[…])"
+            )
         inputs = {name: value for name, value in batch.items() if name not in names}
         labels = {name: batch[name] for name in names}
         if len(names) == 1:
             labels = labels[names[0]]
-            tokens = decoder_tokens(self.model, labels) if "decoder_input_ids" not in inputs else None
+            tokens = (
+                decoder_tokens(self.model, labels) if "decoder_input_ids" not in inputs else None
+            )
             if tokens is not None:  # made from labels, hidden from the model
                 inputs["decoder_input_ids"] = tokens
         return inputs, labels
@@ -242,16 +288,22 @@ class FILTrainer(Trainer):
                 self.logger.load_state_dict(state["logger"])
         super()._load_optimizer_and_scheduler(checkpoint)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         if not (Path(resume_from_checkpoint) / STATE_FILE).exists():
-            lacks = f"{resume_from_checkpoint} has no {STATE_FILE}, so what its steps leaked would be missing"
-            raise ValueError(f"{lacks}. Resume from a checkpoint of FILTrainer (without save_only_model=True).")
-        self._weights_before = copy.deepcopy(self.model.state_dict())  # kept if the accounting is refused
+            raise ValueError(
+                f"{resume_from_checkpoint} has no {STATE_FILE}, so what its steps leaked would be "
+                "missing. Resume from a checkpoint of FILTrainer (without save_only_model=True)."
+            )
+        # kept if the accounting is refused
+        self._weights_before = copy.deepcopy(self.model.state_dict())
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
 
 class _PassOverData(TrainerCallback):
-    """Keeps the generator's state from the start of the current pass over the data, so a resumed pass can repeat it.
+    """Keeps the generator's state from the start of the current pass over the data, so a resumed
+    pass can repeat it.
 
     Attributes:
         loader: The private loader.
@@ -268,9 +320,15 @@ class _PassOverData(TrainerCallback):
     stepped = False
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Raise if an overridden ``training_step`` has taken no private step; nothing was trained by then."""
-        overridden = "training_step was overridden and took no private step"
-        require(self.stepped, f"{overridden}: let it call super().training_step(model, inputs), without a backward()")
+        """Raise if an overridden ``training_step`` has taken no private step.
+
+        Nothing was trained by then.
+        """
+        if not self.stepped:
+            raise ValueError(
+                "training_step was overridden and took no private step: let it call "
+                "super().training_step(model, inputs), without a backward()"
+            )
         self.stepped = False
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -278,7 +336,11 @@ class _PassOverData(TrainerCallback):
         sampler = getattr(self.loader.batch_sampler, "sampler", None)
         if isinstance(sampler, DistributedSampler):
             sampler.set_epoch(int(state.epoch or 0))
-        if self.resumed is not None and state.global_step % len(self.loader) > 0 and not args.ignore_data_skip:
+        if (
+            self.resumed is not None
+            and state.global_step % len(self.loader) > 0
+            and not args.ignore_data_skip
+        ):
             self.loader.generator.set_state(self.resumed)
         self.resumed, self.start = None, self.loader.generator.get_state()
 
@@ -289,7 +351,10 @@ class _PassOverData(TrainerCallback):
 
 
 class _StepTaken(optim.Optimizer):
-    """The private optimizer as schedulers and checkpoints see it; the engine has already taken the step."""
+    """The private optimizer as schedulers and checkpoints see it.
+
+    The engine has already taken the step.
+    """
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -334,40 +399,71 @@ def _one_batch_a_step(trainer: Any) -> Iterator[None]:
     Poisson batches cannot be accumulated: several draws with one noise would be another mechanism.
     """
     size = trainer.args.gradient_accumulation_steps * trainer._train_batch_size
-    with with_attributes(trainer.args, gradient_accumulation_steps=1), with_attributes(trainer, _train_batch_size=size):
+    with (
+        with_attributes(trainer.args, gradient_accumulation_steps=1),
+        with_attributes(trainer, _train_batch_size=size),
+    ):
         yield
 
 
 def _check_class(kind: type[FILTrainer]) -> None:
-    """Raise for methods of other trainers that would never be called; ``training_step`` may extend FILTrainer's."""
+    """Raise for methods of other trainers that would never be called; ``training_step`` may extend
+    FILTrainer's.
+    """
     others = [each for each in kind.__mro__ if each not in FILTrainer.__mro__]
     behind = [each for each in others if not issubclass(each, FILTrainer)]
     dropped = [f"{each.__name__}.compute_loss" for each in others if "compute_loss" in vars(each)]
-    dropped += [f"{each.__name__}.training_step" for each in behind if "training_step" in vars(each)]
-    never = f"{' and '.join(dropped)} would never be called, because the engine computes the loss and takes the step"
-    prepared = "What another trainer prepares (TRL's SFTTrainer), take from it: FILTrainer(model=other.model, "
-    parts = "args=other.args, train_dataset=other.train_dataset, data_collator=other.data_collator, …)."
-    require(not dropped, f"{never}. Pass another loss of (logits, labels) as criterion=. {prepared}{parts}")
+    dropped += [
+        f"{each.__name__}.training_step" for each in behind if "training_step" in vars(each)
+    ]
+    if dropped:
+        raise ValueError(
+            f"{' and '.join(dropped)} would never be called, because the engine computes the loss "
+            "and takes the step. Pass another loss of (logits, labels) as criterion=. What "
+            "another trainer prepares (TRL's SFTTrainer), take from it: "
+            "FILTrainer(model=other.model, args=other.args, train_dataset=other.train_dataset, "
+            "data_collator=other.data_collator, …)."
+        )
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Raise an error for runs whose steps the accounting would not describe, and for options that are set elsewhere."""
+    """Raise an error for runs whose steps the accounting would not describe, and for options that
+    are set elsewhere.
+    """
     args, accelerator = trainer.args, trainer.accelerator
     elsewhere = sorted({"max_grad_norm", "criterion", "batch_to_inputs"} & trainer.privacy.keys())
     if elsewhere:
-        where = "TrainingArguments(max_grad_norm=…, label_names=…) and FILTrainer(criterion=…)"
-        raise TypeError(f"privacy has {', '.join(elsewhere)}, but these are set by {where}; leave it out")
+        raise TypeError(
+            f"privacy has {', '.join(elsewhere)}, but these are set by "
+            "TrainingArguments(max_grad_norm=…, label_names=…) and FILTrainer(criterion=…); "
+            "leave it out"
+        )
 
     # what would make the released gradient another one
-    scaled = f"mixed precision {accelerator.mixed_precision!r} is not accounted for: it skips steps without noise"
-    require(accelerator.mixed_precision in ("no", "bf16"), f"{scaled}. Use bf16=True, which needs no scale.")
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise ValueError(
+            f"mixed precision {accelerator.mixed_precision!r} is not accounted for: it skips "
+            "steps without noise. Use bf16=True, which needs no scale."
+        )
     sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     if args.n_gpu > 1 or sharded or getattr(accelerator, "parallelism_config", None) is not None:
-        kind = f"distributed training of this kind ({args.n_gpu} GPUs in one process, or a sharded model)"
-        raise ValueError(f"{kind} cannot be accounted for. Use torchrun, or one device (CUDA_VISIBLE_DEVICES=0).")
+        raise ValueError(
+            f"distributed training of this kind ({args.n_gpu} GPUs in one process, or a sharded "
+            "model) cannot be accounted for. Use torchrun, or one device "
+            "(CUDA_VISIBLE_DEVICES=0)."
+        )
     if args.torch_compile or args.auto_find_batch_size:
-        raise ValueError("torch_compile=True and auto_find_batch_size=True cannot be accounted for; leave them out")
-    smoothed = f"label_smoothing_factor={args.label_smoothing_factor} has no effect on the model's own loss"
-    require(not args.label_smoothing_factor, f"{smoothed}; pass criterion=nn.CrossEntropyLoss(label_smoothing=…)")
-    unused = "compute_loss_func is not called in training, which the engine does"
-    require(trainer.compute_loss_func is None, f"{unused}; pass the loss of (logits, labels) as criterion=")
+        raise ValueError(
+            "torch_compile=True and auto_find_batch_size=True cannot be accounted for; leave them "
+            "out"
+        )
+    if args.label_smoothing_factor:
+        raise ValueError(
+            f"label_smoothing_factor={args.label_smoothing_factor} has no effect on the model's "
+            "own loss; pass criterion=nn.CrossEntropyLoss(label_smoothing=…)"
+        )
+    if trainer.compute_loss_func is not None:
+        raise ValueError(
+            "compute_loss_func is not called in training, which the engine does; pass the loss of "
+            "(logits, labels) as criterion="
+        )

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchfil.engine import Accounting, FILPrivacyEngine
 from torchfil.engine.reading import check_delta
 from torchfil.questions import Question
-from torchfil.utils.errors import installed_by, require
+from torchfil.utils.errors import installed_by
 from torchfil.utils.noise import preserve_rng
 
 with installed_by("glm", "PrivateClassifier and PrivateRegressor need scikit-learn"):
@@ -56,7 +56,11 @@ class _PrivateEstimator(BaseEstimator):
     ) -> None:
         self.module, self.hidden_layer_sizes, self.device = module, hidden_layer_sizes, device
         self.epochs, self.batch_size, self.lr = epochs, batch_size, lr
-        self.noise_multiplier, self.target_epsilon, self.delta = noise_multiplier, target_epsilon, delta
+        self.noise_multiplier, self.target_epsilon, self.delta = (
+            noise_multiplier,
+            target_epsilon,
+            delta,
+        )
         self.max_grad_norm, self.questions, self.accounting = max_grad_norm, questions, accounting
         self.random_state = random_state
 
@@ -64,8 +68,10 @@ class _PrivateEstimator(BaseEstimator):
     def leakage_(self) -> Any:
         """One row per training example: ``engine_.leakage(delta=delta)``; confidential."""
         if "engine_" not in vars(self):
-            remedy = "read it where fit was called, or save the run there: engine_.save_run('run.parquet', delta=1e-5)"
-            raise AttributeError(f"leakage_ needs a fit, and is not kept in copies and pickles; {remedy}")
+            raise AttributeError(
+                "leakage_ needs a fit, and is not kept in copies and pickles; read it where fit "
+                "was called, or save the run there: engine_.save_run('run.parquet', delta=1e-5)"
+            )
         return self.engine_.leakage(delta=self.delta)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -79,33 +85,67 @@ class _PrivateEstimator(BaseEstimator):
 
     def _train(self, X: np.ndarray, targets: np.ndarray, num_outputs: int, ids: Any) -> None:
         """Train a module on X [n, d] and the targets of the criterion, [n] or [n, outputs]."""
-        chosen = [name for name in ("noise_multiplier", "target_epsilon") if getattr(self, name) is not None]
-        require(len(chosen) < 2, "noise_multiplier and target_epsilon both choose the noise; keep one of them")
-        require(isinstance(self.epochs, Integral) and self.epochs >= 1, f"epochs={self.epochs} must be 1, 2, 3, …")
+        chosen = [
+            name
+            for name in ("noise_multiplier", "target_epsilon")
+            if getattr(self, name) is not None
+        ]
+        if not len(chosen) < 2:
+            raise ValueError(
+                "noise_multiplier and target_epsilon both choose the noise; keep one of them"
+            )
+        if not (isinstance(self.epochs, Integral) and self.epochs >= 1):
+            raise ValueError(f"epochs={self.epochs} must be 1, 2, 3, …")
         check_delta(self.delta, type(self).__name__)
-        wrong = "is a module; pass a function of the numbers of features and outputs that returns a new one"
-        require(not isinstance(self.module, nn.Module), f"module={type(self.module).__name__}(…) {wrong}")
-        options: dict[str, Any] = {"max_grad_norm": self.max_grad_norm, "accounting": self.accounting, "id_of": ids}
+        if isinstance(self.module, nn.Module):
+            raise ValueError(
+                f"module={type(self.module).__name__}(…) is a module; pass a function of the "
+                "numbers of features and outputs that returns a new one"
+            )
+        options: dict[str, Any] = {
+            "max_grad_norm": self.max_grad_norm,
+            "accounting": self.accounting,
+            "id_of": ids,
+        }
         options |= {} if self.questions is None else {"questions": self.questions}
         seed = None
         if self.random_state is not None:
             seed = int(check_random_state(self.random_state).randint(2**31))
-            told = f"random_state={self.random_state} seeds the noise, and whoever has it can subtract the noise"
-            warnings.warn(f"{told}. This is for tests; release a model with random_state=None.", stacklevel=3)
+            told = (
+                f"random_state={self.random_state} seeds the noise, and whoever has it can "
+                "subtract the noise"
+            )
+            warnings.warn(
+                f"{told}. This is for tests; release a model with random_state=None.", stacklevel=3
+            )
 
         with contextlib.nullcontext() if seed is None else preserve_rng(seed=seed):
             data = TensorDataset(torch.tensor(X), torch.tensor(targets))
-            module = (self.module or self._network)(X.shape[1], num_outputs).to(self.device, data.tensors[0].dtype)
+            module = (self.module or self._network)(X.shape[1], num_outputs).to(
+                self.device, data.tensors[0].dtype
+            )
             with torch.no_grad():
                 given = list(module.eval()(data.tensors[0][:1].to(self.device)).shape[1:])
-            require(given == [num_outputs], f"module= has outputs {given} of an example; it must have {num_outputs}")
+            if given != [num_outputs]:
+                raise ValueError(
+                    f"module= has outputs {given} of an example; it must have {num_outputs}"
+                )
             engine = FILPrivacyEngine(noise_seed=seed)
-            optimizer, loader = torch.optim.SGD(module.parameters(), lr=self.lr), DataLoader(data, self.batch_size)
+            optimizer, loader = (
+                torch.optim.SGD(module.parameters(), lr=self.lr),
+                DataLoader(data, self.batch_size),
+            )
             parts, options["criterion"] = (module.train(), optimizer, loader), self._criterion
             if self.target_epsilon is None:
-                *_, loader = engine.make_private(*parts, noise_multiplier=self.noise_multiplier, **options)
+                *_, loader = engine.make_private(
+                    *parts, noise_multiplier=self.noise_multiplier, **options
+                )
             else:
-                options |= {"target_epsilon": self.target_epsilon, "target_delta": self.delta, "epochs": self.epochs}
+                options |= {
+                    "target_epsilon": self.target_epsilon,
+                    "target_delta": self.delta,
+                    "epochs": self.epochs,
+                }
                 *_, loader = engine.make_private_with_epsilon(*parts, **options)
             for _ in range(self.epochs):
                 for batch in loader:
@@ -132,45 +172,51 @@ class _PrivateEstimator(BaseEstimator):
 class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
     """A classifier trained by DP-SGD, which knows what it leaks about each training example.
 
-    A linear model or a small network, trained with cross-entropy in :class:`torchfil.FILPrivacyEngine`. Each step draws
-    each example with probability 1/⌈n / ``batch_size``⌉, and clips its gradient to ``max_grad_norm``.
+    A linear model or a small network, trained with cross-entropy in
+    :class:`torchfil.FILPrivacyEngine`. Each step draws each example with probability 1/⌈n /
+    ``batch_size``⌉, and clips its gradient to ``max_grad_norm``.
 
     Guarantees:
-        * ``epsilon_`` binds every attacker, whatever they know, for every example: the noise and the draws are random.
-          The number n of examples and the classes in y count as public.
-        * ``leakage_`` says what this run leaked about each example, with errors; who is bound by which column stands in
-          :meth:`torchfil.accounting.leakage.Leakage.leakage`. It is confidential.
+        * ``epsilon_`` binds every attacker, whatever they know, for every example: the noise and
+          the draws are random. The number n of examples and the classes in y count as public.
+        * ``leakage_`` says what this run leaked about each example, with errors; who is bound by
+          which column stands in :meth:`torchfil.accounting.leakage.Leakage.leakage`. It is
+          confidential.
 
-    **Scale the features by constants that you know without the data**: a scaler that is fitted on private data, as
-    StandardScaler, releases their means, which neither ``epsilon_`` nor ``leakage_`` counts. Sample weights are not
-    supported, nor is ``partial_fit``.
+    **Scale the features by constants that you know without the data**: a scaler that is fitted on
+    private data, as StandardScaler, releases their means, which neither ``epsilon_`` nor
+    ``leakage_`` counts. Sample weights are not supported, nor is ``partial_fit``.
 
-    **Several fits release several models.** A grid search, a cross-validation or a second ``fit`` spends its own ε on
-    the examples; ``epsilon_`` is that of the last fit alone. Scores on private data are not private either.
+    **Several fits release several models.** A grid search, a cross-validation or a second ``fit``
+    spends its own ε on the examples; ``epsilon_`` is that of the last fit alone. Scores on private
+    data are not private either.
 
-    **What is kept.** A copy or a pickle predicts and has ``epsilon_``. It has neither ``engine_`` nor ``leakage_``,
-    which hold private data: save the run before, by ``engine_.save_run(path, delta=delta)``.
+    **What is kept.** A copy or a pickle predicts and has ``epsilon_``. It has neither ``engine_``
+    nor ``leakage_``, which hold private data: save the run before, by ``engine_.save_run(path,
+    delta=delta)``.
 
     Args:
-        module: A function of the numbers of features and outputs that returns a torch module (a network that suits
-            :class:`torchfil.FILPrivacyEngine`); None: linear layers with tanh between them.
+        module: A function of the numbers of features and outputs that returns a torch module (a
+            network that suits :class:`torchfil.FILPrivacyEngine`); None: linear layers with tanh
+            between them.
         hidden_layer_sizes: Widths of its hidden layers; (): a linear model.
         epochs: Passes over the data.
         batch_size: Examples per step, on average.
         lr: The step size of SGD.
-        noise_multiplier: σ: the noise on a sum of clipped gradients has the deviation σ · ``max_grad_norm``. None: 1.0,
-            unless ``target_epsilon`` is given.
+        noise_multiplier: σ: the noise on a sum of clipped gradients has the deviation σ ·
+            ``max_grad_norm``. None: 1.0, unless ``target_epsilon`` is given.
         target_epsilon: ε to be spent in all epochs, which chooses σ.
         delta: δ of ``epsilon_``, ``target_epsilon`` and the individual ε; well below 1/n.
         max_grad_norm: C, the threshold of clipping.
-        questions: By name, what an attacker wants to know about each example (:mod:`torchfil.questions`).
+        questions: By name, what an attacker wants to know about each example
+            (:mod:`torchfil.questions`).
         accounting: How leakage is measured (:class:`torchfil.Accounting`), such as
             ``Accounting(track=("diagonal",))`` for single features.
         device: The device for training and predictions.
-        random_state: None: weights come from torch's generator, noise and draws from one that the operating system
-            seeds, and no two fits are alike. A number or a RandomState seeds all of them, for tests: a fit can then be
-            repeated, and **whoever has the seed can subtract the noise**. This warns, the run file says so, and
-            ``torchfil gate`` fails such a run.
+        random_state: None: weights come from torch's generator, noise and draws from one that the
+            operating system seeds, and no two fits are alike. A number or a RandomState seeds all
+            of them, for tests: a fit can then be repeated, and **whoever has the seed can subtract
+            the noise**. This warns, the run file says so, and ``torchfil gate`` fails such a run.
 
     Attributes:
         classes_: The labels, [classes].
@@ -179,14 +225,16 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
         module_: The trained module: what is released.
         epsilon_: ε at ``delta``, of this fit.
         engine_: The engine, detached, for reports, run files and further readings; confidential.
-        leakage_: The table of ``engine_.leakage(delta=delta)``; its ids are the index of X, if that is a pandas table
-            with a unique index, else the rows' numbers. Confidential.
+        leakage_: The table of ``engine_.leakage(delta=delta)``; its ids are the index of X, if that
+            is a pandas table with a unique index, else the rows' numbers. Confidential.
 
     Example:
         >>> import numpy as np
         >>> from torchfil import PrivateClassifier
         >>> X = np.linspace(-1, 1, 200)[:, None]
-        >>> model = PrivateClassifier(noise_multiplier=1.0).fit(X, np.where(X[:, 0] > 0, "high", "low"))
+        >>> model = PrivateClassifier(noise_multiplier=1.0).fit(
+        ...     X, np.where(X[:, 0] > 0, "high", "low")
+        ... )
         >>> model.predict([[-0.9], [0.9]]).tolist(), len(model.leakage_)
         (['low', 'high'], 200)
     """
@@ -199,7 +247,8 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
         X, y = self._checked(X, y)
         check_classification_targets(y)
         classes, targets = np.unique(y, return_inverse=True)
-        require(len(classes) > 1, f"y has only one class, {classes[0]!r}; a classifier needs two")
+        if not len(classes) > 1:
+            raise ValueError(f"y has only one class, {classes[0]!r}; a classifier needs two")
         self._train(X, targets, len(classes), ids)
         self.classes_ = classes
         return self
@@ -210,15 +259,18 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
 
     def predict(self, X: Any) -> np.ndarray:
         """The likeliest class of each example, [n]."""
-        likeliest = self._outputs(X).argmax(dim=1).numpy()  # classes_ are there after this check of a fit
+        # classes_ are there after this check of a fit
+        likeliest = self._outputs(X).argmax(dim=1).numpy()
         return self.classes_[likeliest]
 
 
 class PrivateRegressor(RegressorMixin, _PrivateEstimator):
-    """A regressor trained by DP-SGD with the squared error, which knows what it leaks about each training example.
+    """A regressor trained by DP-SGD with the squared error, which knows what it leaks about each
+    training example.
 
-    Everything is as in :class:`PrivateClassifier`, except ``classes_``. Scale y by constants as well: with clipped
-    gradients, a step moves the weights by at most ``lr`` · ``max_grad_norm`` (and noise), however far y is.
+    Everything is as in :class:`PrivateClassifier`, except ``classes_``. Scale y by constants as
+    well: with clipped gradients, a step moves the weights by at most ``lr`` · ``max_grad_norm``
+    (and noise), however far y is.
 
     Example:
         >>> import numpy as np
@@ -243,5 +295,8 @@ class PrivateRegressor(RegressorMixin, _PrivateEstimator):
 
 
 def _index_of(X: Any) -> Any:
-    """The index of a pandas table, as the examples' ids; None if X is none, or rows share an entry."""
+    """The index of a pandas table, as the examples' ids.
+
+    None if X is none, or rows share an entry.
+    """
     return X.index.tolist() if hasattr(X, "iloc") and X.index.is_unique else None

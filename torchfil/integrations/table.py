@@ -9,7 +9,11 @@ __all__ = ["write_table"]
 
 
 def write_table(
-    engine: FILPrivacyEngine, path: str | os.PathLike[str], delta: float | None = None, *, here: bool = True
+    engine: FILPrivacyEngine,
+    path: str | os.PathLike[str],
+    delta: float | None = None,
+    *,
+    here: bool = True,
 ) -> None:
     """Write :meth:`FILPrivacyEngine.leakage` as CSV, one row per example.
 

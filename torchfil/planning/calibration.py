@@ -1,20 +1,24 @@
-r"""Pilots choose σ for a target of leakage, as ``make_private_with_epsilon`` does for ε, but by training.
+r"""Pilots choose σ for a target of leakage, as ``make_private_with_epsilon`` does for ε, but by
+training.
 
-No formula gives the leakage of every example over a run: tr I is about proportional to 1/σ², but the path of the
-weights changes with σ, and so do the subsampling factors. So whole runs are tried on copies, with σ on a public grid of
-powers. The headroom says how many times better than the target the worst example is; log headroom is nearly linear in
-log σ, which gives the next trial. The result is the smallest σ of the grid with which a pilot met the target, with a
-margin.
+No formula gives the leakage of every example over a run: tr I is about proportional to 1/σ², but
+the path of the weights changes with σ, and so do the subsampling factors. So whole runs are tried
+on copies, with σ on a public grid of powers. The headroom says how many times better than the
+target the worst example is; log headroom is nearly linear in log σ, which gives the next trial. The
+result is the smallest σ of the grid with which a pilot met the target, with a margin.
 
-A pilot trains a copy of model and optimizer on the user's loader, with its own ``make_private`` and its own random
-numbers. It is independent of the run that follows, which continues as if no number had been drawn.
+A pilot trains a copy of model and optimizer on the user's loader, with its own ``make_private`` and
+its own random numbers. It is independent of the run that follows, which continues as if no number
+had been drawn.
 
-The target is about all examples together, at an end of the interval: with the stated confidence no example's MSE bound
-lies below the first end, and no attacker's true-positive rate on any example above the second. As in
-:meth:`Leakage.get_smallest_mse_bound`, one example's one-sided interval serves all.
+The target is about all examples together, at an end of the interval: with the stated confidence no
+example's MSE bound lies below the first end, and no attacker's true-positive rate on any example
+above the second. As in :meth:`Leakage.get_smallest_mse_bound`, one example's one-sided interval
+serves all.
 
-What it means: σ depends on the data, and the bound of the run holds with σ taken as given. Rounded to a coarse grid, σ
-is constant almost everywhere. ε counts only the run: neither the pilots nor their measurements may be released.
+What it means: σ depends on the data, and the bound of the run holds with σ taken as given. Rounded
+to a coarse grid, σ is constant almost everywhere. ε counts only the run: neither the pilots nor
+their measurements may be released.
 """
 
 from __future__ import annotations
@@ -35,7 +39,6 @@ from torchfil.accounting.quantities import FEWEST_PARTICIPATIONS
 from torchfil.fisher.recording.graphs import release_memory
 from torchfil.fisher.results import Part
 from torchfil.guessing import divergence_of_rate, largest_true_positive_rate
-from torchfil.utils.errors import require
 from torchfil.utils.noise import preserve_rng
 from torchfil.utils.text import with_progress
 
@@ -53,14 +56,15 @@ class LeakageTarget:
     """What a run aims at for every example; :meth:`check` says whether it got there.
 
     Attributes:
-        mse_bound: The smallest bound that any example may have: an unbiased attacker's MSE per coordinate, on average
-            over runs.
-        true_positive_rate: The largest rate that any attacker, biased or not, may reach on any example; over runs.
+        mse_bound: The smallest bound that any example may have: an unbiased attacker's MSE per
+            coordinate, on average over runs.
+        true_positive_rate: The largest rate that any attacker, biased or not, may reach on any
+            example; over runs.
         question: The question that the rate is about, by its name in ``questions=``.
         false_positive_rate: The false-positive rate for it.
         confidence: The confidence of each of the two ends.
-        of: "run": the ends cover everything random in a run; "probes": only the error of the measurement, for this
-            run; see :meth:`torchfil.fisher.results.Estimate.interval`.
+        of: "run": the ends cover everything random in a run; "probes": only the error of the
+            measurement, for this run; see :meth:`torchfil.fisher.results.Estimate.interval`.
 
     Example:
         >>> LeakageTarget(mse_bound=1.0, confidence=0.9).wanted
@@ -76,16 +80,26 @@ class LeakageTarget:
 
     def __post_init__(self) -> None:
         bound, rate, wrong = self.mse_bound, self.true_positive_rate, self.false_positive_rate
-        given = bound is not None or rate is not None
-        require(given, "no target is given: pass target_mse_bound=, target_true_positive_rate=, or both")
-        require(bound is None or 0 < bound < math.inf, f"target_mse_bound={bound} must be positive and finite")
-        require(0.5 < self.confidence < 1, f"confidence={self.confidence} must lie strictly between 0.5 and 1")
-        require(self.of in ("run", "probes"), f"of={self.of!r} must be 'run' (all that is random in it) or 'probes'")
-        require(0 < wrong < 1, f"at_false_positive_rate={wrong} must lie strictly between 0 and 1")
+        if bound is None and rate is None:
+            raise ValueError(
+                "no target is given: pass target_mse_bound=, target_true_positive_rate=, or both"
+            )
+        if bound is not None and not 0 < bound < math.inf:
+            raise ValueError(f"target_mse_bound={bound} must be positive and finite")
+        if not 0.5 < self.confidence < 1:
+            raise ValueError(f"confidence={self.confidence} must lie strictly between 0.5 and 1")
+        if self.of not in ("run", "probes"):
+            raise ValueError(f"of={self.of!r} must be 'run' (all that is random in it) or 'probes'")
+        if not 0 < wrong < 1:
+            raise ValueError(f"at_false_positive_rate={wrong} must lie strictly between 0 and 1")
         if rate is not None:
-            ends = f"at_false_positive_rate={wrong}, which saying yes at random reaches, and 1"
-            require(wrong < rate < 1, f"target_true_positive_rate={rate} must lie strictly between {ends}")
-            require(self.question is not None, "target_true_positive_rate= needs question=, a name of questions=")
+            if not wrong < rate < 1:
+                raise ValueError(
+                    f"target_true_positive_rate={rate} must lie strictly between "
+                    f"at_false_positive_rate={wrong}, which saying yes at random reaches, and 1"
+                )
+            if self.question is None:
+                raise ValueError("target_true_positive_rate= needs question=, a name of questions=")
 
     @property
     def wanted(self) -> str:
@@ -101,7 +115,9 @@ class LeakageTarget:
         """The D at which the rate is reached.
 
         Example:
-            >>> target = LeakageTarget(true_positive_rate=0.2556, question="sex", false_positive_rate=0.05)
+            >>> target = LeakageTarget(
+            ...     true_positive_rate=0.2556, question="sex", false_positive_rate=0.05
+            ... )
             >>> round(target.largest_divergence, 3)
             0.235
         """
@@ -109,20 +125,34 @@ class LeakageTarget:
         return divergence_of_rate(self.true_positive_rate, self.false_positive_rate)
 
     def check(self, run: Leakage) -> TargetCheck:
-        """Whether a run met the target; examples that were not measured do not count: nothing is known about them."""
+        """Whether a run met the target.
+
+        Examples that were not measured do not count: nothing is known about them.
+        """
         measured, divergence = run.was_measured(), None
-        bound = None if self.mse_bound is None else run.get_smallest_mse_bound(self.confidence, self.of)
+        bound = (
+            None if self.mse_bound is None else run.get_smallest_mse_bound(self.confidence, self.of)
+        )
         if self.true_positive_rate is not None:
             assert self.question is not None
             guess = run.get_guess(self.question)
             answers = guess.divergence
-            high = answers.interval(2 * self.confidence - 1, self.of)[1].clamp(max=guess.largest)  # one end alone
-            worst = [float(each[measured].max()) if bool(measured.any()) else 0.0 for each in (answers.value, high)]
+            # one end alone
+            high = answers.interval(2 * self.confidence - 1, self.of)[1].clamp(max=guess.largest)
+            worst = [
+                float(each[measured].max()) if bool(measured.any()) else 0.0
+                for each in (answers.value, high)
+            ]
             divergence = worst[0], worst[1]
-        return TargetCheck(self, bound, divergence, int(measured.sum()), len(measured), run.ledger.steps)
+        return TargetCheck(
+            self, bound, divergence, int(measured.sum()), len(measured), run.ledger.steps
+        )
 
     def is_missed_by(self, run: Leakage) -> bool:
-        """Whether the estimates so far are worse than the target: leakage cannot be undone. Cheap to call often."""
+        """Whether the estimates so far are worse than the target: leakage cannot be undone.
+
+        Cheap to call often.
+        """
         sums, missed = run.ledger.sums, []
         if self.mse_bound is not None:
             missed.append((sums["trace"] * self.mse_bound > run.ledger.own_coordinates).any())
@@ -133,12 +163,16 @@ class LeakageTarget:
 
 @dataclass(frozen=True)
 class TargetCheck:
-    """Whether a target was met, with the numbers; print it. They depend on private data and are confidential.
+    """Whether a target was met, with the numbers.
+
+    Print it. They depend on private data and are confidential.
 
     Attributes:
         target: What was wanted.
-        mse_bound: The smallest estimate of all examples, and the end below all bounds; None: not wanted.
-        divergence: The largest estimate of D over examples and answers, and the end above it; None: not wanted.
+        mse_bound: The smallest estimate of all examples, and the end below all bounds; None: not
+            wanted.
+        divergence: The largest estimate of D over examples and answers, and the end above it; None:
+            not wanted.
         num_measured: How many examples were measured.
         num_examples: The number of examples.
         num_steps: The number of steps; more steps leak more.
@@ -156,12 +190,17 @@ class TargetCheck:
         """The largest of any attacker on any example at the estimates of D, and at their end."""
         if self.divergence is None:
             return None
-        estimate, end = largest_true_positive_rate(self.divergence, self.target.false_positive_rate).tolist()
+        estimate, end = largest_true_positive_rate(
+            self.divergence, self.target.false_positive_rate
+        ).tolist()
         return estimate, end
 
     @property
     def headroom(self) -> float:
-        """How many times better than the target the worse end is: met if at least 1; about proportional to σ²."""
+        """How many times better than the target the worse end is: met if at least 1.
+
+        About proportional to σ².
+        """
         return self._headroom(1)
 
     @property
@@ -189,16 +228,28 @@ class TargetCheck:
         texts = {"smallest bound {:.3g}, at least {:.3g} ({:g} %)": self.mse_bound}
         texts["largest rate {:.3g}, at most {:.3g} ({:g} %)"] = self.true_positive_rate
         confidence = 100 * self.target.confidence
-        return "; ".join(text.format(*ends, confidence) for text, ends in texts.items() if ends is not None)
+        return "; ".join(
+            text.format(*ends, confidence) for text, ends in texts.items() if ends is not None
+        )
 
     def __str__(self) -> str:
-        verdict = "met" if self.met else f"missed by a factor of {1 / self.headroom if self.headroom else math.inf:.3g}"
-        unknown = f"{self.num_examples - self.num_measured} examples were never measured: nothing is known about them"
+        verdict = (
+            "met"
+            if self.met
+            else f"missed by a factor of {1 / self.headroom if self.headroom else math.inf:.3g}"
+        )
+        unknown = (
+            f"{self.num_examples - self.num_measured} examples were never measured: "
+            "nothing is known about them"
+        )
         remarks = {
             unknown: self.num_measured < self.num_examples,
-            "The bound binds unbiased attackers, on average over runs: batches and noise are random.": self.mse_bound,
-            "The rate binds every attacker, biased or not; batches and noise are random.": self.divergence,
-            "The ends cover the measurement's error alone; another run would give other ends.": self.target.of != "run",
+            "The bound binds unbiased attackers, on average over runs: batches and noise are "
+            "random.": self.mse_bound,
+            "The rate binds every attacker, biased or not; batches and noise are "
+            "random.": self.divergence,
+            "The ends cover the measurement's error alone; another run would give other "
+            "ends.": self.target.of != "run",
         }
         first = f"{verdict} after {self.num_steps} steps: {self.target.wanted}"
         second = f"{self.measured}, over {self.num_measured} examples"
@@ -216,7 +267,9 @@ class NoiseSearch:
         max_noise_multiplier: The largest σ.
 
     Example:
-        >>> NoiseSearch(margin=0.0).smallest(lambda sigma: sigma**2 / 1.9)  # the square root of 2 is on the grid
+        >>> NoiseSearch(margin=0.0).smallest(
+        ...     lambda sigma: sigma**2 / 1.9
+        ... )  # the square root of 2 is on the grid
         1.4142135623730951
     """
 
@@ -226,19 +279,29 @@ class NoiseSearch:
 
     def __post_init__(self) -> None:
         most = self.max_noise_multiplier
-        require(self.margin >= 0, f"margin={self.margin} must be at least 0; 0.25 asks for 25 % more than the target")
-        require(1 < self.grid < math.inf, f"grid={self.grid}, the factor between neighbouring σ, must be above 1")
-        require(0 < most < math.inf, f"max_noise_multiplier={most} must be positive and finite")
+        if not self.margin >= 0:
+            raise ValueError(
+                f"margin={self.margin} must be at least 0; 0.25 asks for 25 % more than the target"
+            )
+        if not 1 < self.grid < math.inf:
+            raise ValueError(
+                f"grid={self.grid}, the factor between neighbouring σ, must be above 1"
+            )
+        if not 0 < most < math.inf:
+            raise ValueError(f"max_noise_multiplier={most} must be positive and finite")
 
     def smallest(self, headroom: Callable[[float], float]) -> float | None:
-        """The smallest σ of the grid that was tried with headroom of at least 1 + margin; None: there is none.
+        """The smallest σ of the grid that was tried with headroom of at least 1 + margin.
+
+        None: there is none.
 
         Args:
             headroom: Of a trial with this σ; about proportional to a power of σ.
         """
 
         def sigma(number: int) -> float:
-            return float(2.0 ** round(number * math.log2(self.grid), 9))  # powers of 2 are themselves
+            # powers of 2 are themselves
+            return float(2.0 ** round(number * math.log2(self.grid), 9))
 
         last = math.floor(math.log(self.max_noise_multiplier) / math.log(self.grid) + 1e-9)
         tried: dict[int, float] = {}  # log of headroom/(1 + margin), by the power of the grid
@@ -250,27 +313,39 @@ class NoiseSearch:
         return min((sigma(number) for number, log in tried.items() if log >= 0), default=None)
 
     def _next(self, tried: dict[int, float], last: int) -> int | None:
-        """The power of the grid to try next; None: the smallest that is enough is known, or none is."""
+        """The power of the grid to try next.
+
+        None: the smallest that is enough is known, or none is.
+        """
         step = math.log(self.grid)
         enough = min((number for number, log in tried.items() if log >= 0), default=None)
         low = max((number for number, log in tried.items() if log < 0), default=None)
 
         # what a step on the grid adds: from the two trials next to the target, else the usual slope
         slope = _USUAL_SLOPE * step
-        nearest = sorted((number for number in tried if math.isfinite(tried[number])), key=lambda n: abs(tried[n]))[:2]
+        nearest = sorted(
+            (number for number in tried if math.isfinite(tried[number])),
+            key=lambda n: abs(tried[n]),
+        )[:2]
         if len(nearest) == 2:
             one, other = nearest
             slope = max((tried[one] - tried[other]) / (one - other), slope / 2)
 
         # to where the target is expected, between what has failed and what was enough
-        smallest = min(math.ceil(math.log(_SMALLEST_NOISE) / step), last) if low is None else low + 1
+        smallest = (
+            min(math.ceil(math.log(_SMALLEST_NOISE) / step), last) if low is None else low + 1
+        )
         largest = last if enough is None else enough - 1
-        if smallest > largest or (enough is not None and tried[enough] < slope):  # the next smaller one would fail
+        # the next smaller one would fail
+        if smallest > largest or (enough is not None and tried[enough] < slope):
             return None
         start = low if enough is None else enough
         assert start is not None
         farthest = math.floor(math.log(_LARGEST_STEP) / step)
-        return min(max(math.ceil(start + max(-farthest, min(-tried[start] / slope, farthest))), smallest), largest)
+        return min(
+            max(math.ceil(start + max(-farthest, min(-tried[start] / slope, farthest))), smallest),
+            largest,
+        )
 
 
 @dataclass(frozen=True)
@@ -303,25 +378,39 @@ class NoiseChoice:
     pilots: tuple[Pilot, ...]
 
     def summary(self, leakage: Leakage) -> dict[str, Any]:
-        """What a run file keeps: the target, and how the run so far compares with it (met if headroom is ≥ 1).
+        """What a run file keeps: the target, and how the run so far compares with it (met if
+        headroom is ≥ 1).
 
         Args:
             leakage: The run's results.
         """
         target, check = self.target, self.target.check(leakage)
         kept = {"target": target.wanted, "confidence": target.confidence, "of": target.of}
-        kept |= {"num_pilots": len(self.pilots), "headroom": check.headroom, "measured": check.measured}
-        return {**kept, "pilot_noise_multipliers": [pilot.noise_multiplier for pilot in self.pilots]}
+        kept |= {
+            "num_pilots": len(self.pilots),
+            "headroom": check.headroom,
+            "measured": check.measured,
+        }
+        return {
+            **kept,
+            "pilot_noise_multipliers": [pilot.noise_multiplier for pilot in self.pilots],
+        }
 
     def __str__(self) -> str:
-        lines = [f"σ = {self.noise_multiplier:.4g}, chosen by {len(self.pilots)} pilots for {self.target.wanted}"]
+        lines = [
+            f"σ = {self.noise_multiplier:.4g}, chosen by {len(self.pilots)} pilots for "
+            f"{self.target.wanted}"
+        ]
         for sigma, check in ((pilot.noise_multiplier, pilot.check) for pilot in self.pilots):
-            lines.append(f"  σ = {sigma:<6.4g} {check.measured}: {check.headroom:.3g} of the target")
+            lines.append(
+                f"  σ = {sigma:<6.4g} {check.measured}: {check.headroom:.3g} of the target"
+            )
         lines += [
-            f"  The search aimed at {1 + self.search.margin:g} of the target (margin), on a public grid, the powers of "
-            f"{self.search.grid:.4g}: σ depends on the data, and the run's bound takes it as given.",
-            "  Pilots trained copies, with other random numbers. ε and the bound count only the run: they hold if "
-            "nothing of the pilots is released, including this text.",
+            f"  The search aimed at {1 + self.search.margin:g} of the target (margin), on a "
+            f"public grid, the powers of {self.search.grid:.4g}: σ depends on the data, and the "
+            "run's bound takes it as given.",
+            "  Pilots trained copies, with other random numbers. ε and the bound count only the "
+            "run: they hold if nothing of the pilots is released, including this text.",
         ]
         return "\n".join(lines)
 
@@ -336,11 +425,12 @@ class Pilots:
         optimizer: The user's optimizer, copied with it.
         data_loader: The user's loader.
         epochs: The epochs of the run that follows.
-        accounting: The accounting of the run that follows; pilots track only the trace and the questions.
+        accounting: The accounting of the run that follows; pilots track only the trace and the
+            questions.
         options: The other options of ``make_private``, except the noise.
         split: Maps a batch and ``batch_to_inputs`` to (inputs, targets).
-        train: The user's loop: called with the engine and what ``make_private`` returns, it trains for all epochs.
-            None: ``engine.train_step`` on each batch.
+        train: The user's loop: called with the engine and what ``make_private`` returns, it trains
+            for all epochs. None: ``engine.train_step`` on each batch.
         progress: Whether each pilot shows a bar with the remaining time; not for the user's loop.
     """
 
@@ -369,8 +459,11 @@ class Pilots:
             if options.get("grad_sample_mode") in ("hooks", "functorch", "ew"):
                 options["grad_sample_mode"] = "auto"
         with preserve_rng(self._generators(), seed):
-            plain = getattr(self.optimizer, "original_optimizer", self.optimizer)  # of one that is already private
-            module, optimizer = copy.deepcopy((getattr(self.module, "_orig_mod", self.module), plain))
+            # of one that is already private
+            plain = getattr(self.optimizer, "original_optimizer", self.optimizer)
+            module, optimizer = copy.deepcopy(
+                (getattr(self.module, "_orig_mod", self.module), plain)
+            )
             engine = self.new_engine(number)
             made = engine.make_private(
                 module,
@@ -387,7 +480,8 @@ class Pilots:
             leakage: Leakage = engine.totals
             engine.detach()
 
-        # its graphs and copies are no longer needed, and the next pilot checks how much memory is free
+        # its graphs and copies are no longer needed, and the next pilot checks how much memory is
+        # free
         del engine, made, module, optimizer
         release_memory()
         return leakage
@@ -395,17 +489,29 @@ class Pilots:
     def _train(self, engine: Any, loader: Any, title: str) -> None:
         batches = (batch for _ in range(self.epochs) for batch in loader)
         for batch in with_progress(batches, self.progress, title, self.epochs * len(loader)):
-            if self.options.get("criterion") is None:  # the model computes its loss from the whole batch
+            # the model computes its loss from the whole batch
+            if self.options.get("criterion") is None:
                 engine.train_step(batch)
             else:
                 engine.train_step(*self.split(batch, self.options.get("batch_to_inputs")))
 
     def _generators(self) -> list[torch.Generator]:
-        """All generators in the options, the loader, its samplers and its data set, without repetition."""
+        """All generators in the options, the loader, its samplers and its data set, without
+        repetition.
+        """
         loader, batches = self.data_loader, self.data_loader.batch_sampler
-        parts = (loader, loader.sampler, batches, getattr(batches, "sampler", None), loader.dataset, loader.collate_fn)
+        parts = (
+            loader,
+            loader.sampler,
+            batches,
+            getattr(batches, "sampler", None),
+            loader.dataset,
+            loader.collate_fn,
+        )
         held = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
-        generators = [value for value in [*self.options.values(), *held] if isinstance(value, torch.Generator)]
+        generators = [
+            value for value in [*self.options.values(), *held] if isinstance(value, torch.Generator)
+        ]
         return list({id(generator): generator for generator in generators}.values())
 
 
@@ -423,34 +529,48 @@ def choose_noise(pilots: Pilots, target: LeakageTarget, search: NoiseSearch) -> 
     ran: list[Pilot] = []
 
     def headroom(noise_multiplier: float) -> float:
-        for _ in range(2):  # if by chance an example was hardly ever drawn, another pilot may be better
+        # if by chance an example was hardly ever drawn, another pilot may be better
+        for _ in range(2):
             check = target.check(pilots.run(noise_multiplier, len(ran)))
             ran.append(Pilot(noise_multiplier, check))
             if not check.headroom == 0 < check.headroom_of_estimate:
                 return check.headroom
-        few = f"a pilot has no end that holds for all examples ({check.measured}): some have too few measured steps"
-        remedy = f"Raise epochs={pilots.epochs} (about 20 are usual), measure more steps, or pass of='probes'"
-        raise ValueError(f"{few} (below {FEWEST_PARTICIPATIONS}). {remedy}.")
+        raise ValueError(
+            f"a pilot has no end that holds for all examples ({check.measured}): some have too "
+            f"few measured steps (below {FEWEST_PARTICIPATIONS}). Raise epochs={pilots.epochs} "
+            "(about 20 are usual), measure more steps, or pass of='probes'."
+        )
 
     chosen = search.smallest(headroom)
     if chosen is None:
         best = max(ran, key=lambda each: (each.check.headroom, each.noise_multiplier))
         wanted, reached = 1 + search.margin, best.check.headroom
-        remedy = "Ends are far from estimates, so runs differ a lot: lower the learning rate first. Or allow more noise"
+        remedy = (
+            "Ends are far from estimates, so runs differ a lot: lower the learning rate "
+            "first. Or allow more noise"
+        )
         # Ends far below the estimates mean that runs differ, and more noise makes them differ more.
         if reached > 0 and best.check.headroom_of_estimate <= _FAR_FROM_ESTIMATE * reached:
-            remedy = f"Allow more noise (σ of about {best.noise_multiplier * math.sqrt(wanted / reached):.2g} may do)"
+            remedy = (
+                "Allow more noise (σ of about "
+                f"{best.noise_multiplier * math.sqrt(wanted / reached):.2g} may do)"
+            )
         raise ValueError(
-            f"the target, {target.wanted}, was not met within max_noise_multiplier={search.max_noise_multiplier:g} and "
-            f"{_MOST_PILOTS} pilots: with σ = {best.noise_multiplier:.4g} a pilot had {best.check.measured}, which is "
-            f"{reached:.2g} of the target, but {wanted:g} is needed (margin={search.margin:g}). {remedy}, train for "
-            "fewer epochs or with smaller batches, give the most exposed smaller clip_weights=, or lower the target"
+            f"the target, {target.wanted}, was not met within "
+            f"max_noise_multiplier={search.max_noise_multiplier:g} and {_MOST_PILOTS} pilots: "
+            f"with σ = {best.noise_multiplier:.4g} a pilot had {best.check.measured}, which is "
+            f"{reached:.2g} of the target, but {wanted:g} is needed (margin={search.margin:g}). "
+            f"{remedy}, train for fewer epochs or with smaller batches, give the most exposed "
+            "smaller clip_weights=, or lower the target"
         )
     return NoiseChoice(chosen, target, search, tuple(ran))
 
 
-def warn_when_missed(target: LeakageTarget, totals: Callable[[], Leakage | None]) -> Callable[[int], None]:
-    """A function of the number of steps that warns, once, when the estimate so far is already worse than the target.
+def warn_when_missed(
+    target: LeakageTarget, totals: Callable[[], Leakage | None]
+) -> Callable[[int], None]:
+    """A function of the number of steps that warns, once, when the estimate so far is already worse
+    than the target.
 
     Leakage cannot be undone, so the run will miss it; nothing changes automatically.
 
@@ -466,6 +586,8 @@ def warn_when_missed(target: LeakageTarget, totals: Callable[[], Leakage | None]
         if so_far is not None and target.is_missed_by(so_far):
             warned = True
             what = f"after {steps} steps the run has already missed its target, {target.wanted}"
-            warnings.warn(f"{what}: {target.check(so_far).measured}. Leakage cannot be undone.", stacklevel=2)
+            warnings.warn(
+                f"{what}: {target.check(so_far).measured}. Leakage cannot be undone.", stacklevel=2
+            )
 
     return look

@@ -1,25 +1,29 @@
 """``torchfil.equalise``: rounds of training that spare the most exposed.
 
-Hannun et al. 2021 reweight a linear model until everybody leaks alike (:mod:`torchfil.glm.model`). Here it is DP-SGD,
-and a weight ω_i ∈ (0, 1] scales the clipped gradient of its example. The noise stays that of C: sparing an example
-reduces its pull on the model, and costs nothing else.
+Hannun et al. 2021 reweight a linear model until everybody leaks alike (:mod:`torchfil.glm.model`).
+Here it is DP-SGD, and a weight ω_i ∈ (0, 1] scales the clipped gradient of its example. The noise
+stays that of C: sparing an example reduces its pull on the model, and costs nothing else.
 
-The exposure e of an example is 1/bound = tr(I)/d (unbiased attackers), or the D of a question's worst answer (every
-attacker). If the clipped gradient of example i is multiplied by ω_i, its exposure is nearly multiplied by ω_i². For a
-target exposure e*, one round computes (with the weights of the previous round on the right):
+The exposure e of an example is 1/bound = tr(I)/d (unbiased attackers), or the D of a question's
+worst answer (every attacker). If the clipped gradient of example i is multiplied by ω_i, its
+exposure is nearly multiplied by ω_i². For a target exposure e*, one round computes (with the
+weights of the previous round on the right):
 
     ω_i ← ω_i · min(1, sqrt(e* / e_i))
 
-rounded **down** to a grid of powers of 2^(−1/4), so that ω is constant for almost every small change of the data.
+rounded **down** to a grid of powers of 2^(−1/4), so that ω is constant for almost every small
+change of the data.
 
-What the weights themselves reveal. ω is a function of the data, and a round's bounds and ε take it as fixed. **ε of all
-rounds together**, as if every model was released, counts the weights as well (zero-out adjacency), if ``target`` is
-fixed, ``confidence=None``, without cells, for a number of rounds that is fixed beforehand, and the runs are
-measured without ``rel_error`` and ``extra_probes``, which look at other examples. Given what the earlier rounds
-released, the others' weights then do not depend on example i; and whatever ω_i is, the gradient that it scales has norm
-≤ C. Cells, shares, intervals (which borrow from all examples) and the decision when to stop depend on the
-others' data, and are held fixed in that count, too. Fisher information cannot be added in this way: ω_i depends on
-which batches of an earlier round drew example i, and that round's information counts this as secret.
+What the weights themselves reveal. ω is a function of the data, and a round's bounds and ε take it
+as fixed. **ε of all rounds together**, as if every model was released, counts the weights as well
+(zero-out adjacency), if ``target`` is fixed, ``confidence=None``, without cells, for a number of
+rounds that is fixed beforehand, and the runs are measured without ``rel_error`` and
+``extra_probes``, which look at other examples. Given what the earlier rounds released, the others'
+weights then do not depend on example i; and whatever ω_i is, the gradient that it scales has norm ≤
+C. Cells, shares, intervals (which borrow from all examples) and the decision when to stop depend on
+the others' data, and are held fixed in that count, too. Fisher information cannot be added in this
+way: ω_i depends on which batches of an earlier round drew example i, and that round's information
+counts this as secret.
 """
 
 from __future__ import annotations
@@ -41,7 +45,6 @@ from torchfil.accounting.ids import plain_key
 from torchfil.accounting.leakage import Leakage
 from torchfil.clipping import check_clip_weights
 from torchfil.guessing import divergence_of_rate, largest_true_positive_rate
-from torchfil.utils.errors import require
 from torchfil.utils.text import aligned, with_progress
 
 logger = logging.getLogger(__name__)
@@ -50,14 +53,16 @@ Labels = Mapping[Hashable, Hashable] | Sequence[Hashable] | Tensor | Any
 Stopped = Literal["target met", "no further progress", "floor", "max_rounds"]
 
 HELD_FIXED = (
-    "The clip weights were computed from private data and are held fixed in these bounds and in a round's ε, as in "
-    "IRFIL: they do not include what the weights themselves reveal about an example. Keep weights and pilot models as "
-    "confidential as the data. Alternatives: by= (weights that are functions of public attributes), or quote ε of all "
-    "rounds together (epsilon_of_all_rounds)."
+    "The clip weights were computed from private data and are held fixed in these bounds and in a "
+    "round's ε, as in IRFIL: they do not include what the weights themselves reveal about an "
+    "example. Keep weights and pilot models as confidential as the data. Alternatives: by= "
+    "(weights that are functions of public attributes), or quote ε of all rounds together "
+    "(epsilon_of_all_rounds)."
 )
 
 _REASONS = {
-    "target met": "the rounds met it, but the reported runs do not: a larger margin= leaves room for chance",
+    "target met": "the rounds met it, but the reported runs do not: a larger margin= leaves room "
+    "for chance",
     "no further progress": "two rounds in a row did not help; raise margin=, or the noise",
     "floor": "no weight would change further; lower floor= or the target, or raise the noise",
     "max_rounds": "all rounds are used up; raise max_rounds=, or the noise",
@@ -65,7 +70,8 @@ _REASONS = {
 _PROGRESS = 0.98  # progress: the excess falls below this share, or fewer examples miss the target
 _PATIENCE = 2
 _DEFAULT_SHARE = 0.01
-_GRID = 4  # steps per octave: coarse, so that weights are constant for almost every change of the data
+# steps per octave: coarse, so that weights are constant for almost every change of the data
+_GRID = 4
 
 
 @dataclass(frozen=True)
@@ -73,10 +79,13 @@ class Round:
     """One training, and how it treated the most exposed.
 
     Attributes:
-        worst: The smallest MSE bound (unbiased attackers), or the largest true-positive rate of a question (every
-            attacker), as estimated from this run; its batches and its noise are random.
-        worst_end: The same at the conservative ends of the intervals; ``worst`` itself with ``confidence=None``.
-        spread: The standard deviation of FIL (of a question: of sqrt(D)) over examples, over its mean.
+        worst: The smallest MSE bound (unbiased attackers), or the largest true-positive rate of a
+            question (every attacker), as estimated from this run; its batches and its noise are
+            random.
+        worst_end: The same at the conservative ends of the intervals; ``worst`` itself with
+            ``confidence=None``.
+        spread: The standard deviation of FIL (of a question: of sqrt(D)) over examples, over its
+            mean.
         num_below: For how many examples the (conservative) number misses the target.
         num_spared: How many were trained with ω < 1.
         smallest_weight: The smallest ω.
@@ -108,9 +117,10 @@ class Equalised:
     :func:`torchfil.equalise` for ways to deal with that.
 
     Attributes:
-        weights: ω, [n], in the order of the data set, float64; those that ``engine`` was trained with. Confidential.
-        engine: The engine that ``train`` returned for them, from the best round: the one in which the fewest examples
-            missed the target, or the last one if the target was met.
+        weights: ω, [n], in the order of the data set, float64; those that ``engine`` was trained
+            with. Confidential.
+        engine: The engine that ``train`` returned for them, from the best round: the one in which
+            the fewest examples missed the target, or the last one if the target was met.
         leakage: What is reported: that engine's totals, or the average over ``fresh_runs``.
         met: Whether what is reported meets the target.
         stopped: Why the rounds ended.
@@ -120,11 +130,11 @@ class Equalised:
         chosen: The round that ``weights`` and ``engine`` come from.
         history: All rounds, fresh ones last.
         next_weights: The weights of another round: pass them as ``weights=`` to continue.
-        epsilon_of_all_rounds: ε of all rounds together, fresh ones included, as if every model was released; None
-            without δ, and for rounds of different noise with the "gdp" accountant.
+        epsilon_of_all_rounds: ε of all rounds together, fresh ones included, as if every model was
+            released; None without δ, and for rounds of different noise with the "gdp" accountant.
         question: The question; None: Fisher information.
-        fil_before: η̄ of every example in the first round, [n], NaN if it was not measured; None if that round
-            already had weights.
+        fil_before: η̄ of every example in the first round, [n], NaN if it was not measured; None if
+            that round already had weights.
     """
 
     weights: Tensor
@@ -159,8 +169,10 @@ class Equalised:
             clip_weights: ω of the run, [n]; None: 1.
         """
         own = torch.ones_like(self.weights) if clip_weights is None else clip_weights
-        same = torch.equal(own.double().cpu(), self.weights.double().cpu())
-        require(same, "equalised= has other clip weights than this run has; use result.engine.save_run(…)")
+        if not torch.equal(own.double().cpu(), self.weights.double().cpu()):
+            raise ValueError(
+                "equalised= has other clip weights than this run has; use result.engine.save_run(…)"
+            )
 
     def summary(self) -> dict[str, Any]:
         """What a run file keeps: what the rounds aimed at, and whether they reached it."""
@@ -168,27 +180,45 @@ class Equalised:
         return {name: getattr(self, name) for name in names}
 
     def columns(self) -> dict[str, np.ndarray]:
-        """The rounds as columns, [rounds] each, for run files; NaN if a round does not have the number."""
+        """The rounds as columns, [rounds] each, for run files.
+
+        NaN if a round does not have the number.
+        """
         names = [*(name for name, _ in _COLUMNS.values()), "fresh"]
         values = {name: [getattr(each, name) for each in self.history] for name in names}
-        return {name: np.asarray([math.nan if v is None else v for v in column]) for name, column in values.items()}
+        return {
+            name: np.asarray([math.nan if v is None else v for v in column])
+            for name, column in values.items()
+        }
 
     def __str__(self) -> str:
         rate = f"largest true-positive rate on {self.question!r} (every attacker)"
         binds = "smallest MSE bound (unbiased attackers)" if self.question is None else rate
         rounds, fresh = len(self.history), sum(each.fresh for each in self.history)
-        source = f"from {fresh} fresh run{'s' * (fresh > 1)}" if fresh else "from the run trained with these weights"
-        numbers = f"{self.worst:.4g}, conservative end {self.worst_end:.4g}, target {self.target:.4g}"
+        source = (
+            f"from {fresh} fresh run{'s' * (fresh > 1)}"
+            if fresh
+            else "from the run trained with these weights"
+        )
+        numbers = (
+            f"{self.worst:.4g}, conservative end {self.worst_end:.4g}, target {self.target:.4g}"
+        )
         lines = [f"{binds}: {numbers}; {source}"]
-        lines += ["the target is met" if self.met else f"the target is not met: {_REASONS[self.stopped]}"]
-        lines += [f"{self.num_spared} of {len(self.weights)} examples are down-weighted (ω < 1)", *_table(self.history)]
+        lines += [
+            "the target is met" if self.met else f"the target is not met: {_REASONS[self.stopped]}"
+        ]
+        lines += [
+            f"{self.num_spared} of {len(self.weights)} examples are down-weighted (ω < 1)",
+            *_table(self.history),
+        ]
         lines += [f"{rounds} trainings, {self.seconds:.0f} s"]
         if self.epsilon_of_all_rounds is not None:
             lines += [f"ε of all {rounds} rounds together: {self.epsilon_of_all_rounds:.3g}"]
         return "\n".join([*lines, HELD_FIXED])
 
 
-_COLUMNS = {  # a round's numbers by title, with their format; a column is left out if every round has None
+# a round's numbers by title, with their format; a column is left out if every round has None
+_COLUMNS = {
     "worst": ("worst", ".4g"),
     "its end": ("worst_end", ".4g"),
     "short of target": ("num_below", ""),
@@ -229,62 +259,88 @@ def equalise(
     delta: float | None = None,
     progress: bool = False,
 ) -> Equalised:
-    """Train in rounds, each with clip weights from the round before, until the most exposed are safe enough.
+    """Train in rounds, each with clip weights from the round before, until the most exposed are
+    safe enough.
 
-    ω_i ← ω_i · min(1, sqrt(e* / (margin · e_i))), where e_i is 1/bound of the example, or the D of a question. Weights
-    are rounded down to powers of 2^(−1/4), so they are constant for almost every change of the data. They never rise
-    again, and examples that meet the target with its margin keep 1.
+    ω_i ← ω_i · min(1, sqrt(e* / (margin · e_i))), where e_i is 1/bound of the example, or the D of
+    a question. Weights are rounded down to powers of 2^(−1/4), so they are constant for almost
+    every change of the data. They never rise again, and examples that meet the target with its
+    margin keep 1.
 
-    **The weights depend on the data and are held fixed in the bound and in ε**, as in IRFIL. Pilot models that nobody
-    sees reveal nothing to an attacker of the last model, except through the weights. Ways to deal with this:
+    **The weights depend on the data and are held fixed in the bound and in ε**, as in IRFIL. Pilot
+    models that nobody sees reveal nothing to an attacker of the last model, except through the
+    weights. Ways to deal with this:
 
-    * ``by=``: weights that are a function of public attributes alone. A cell's value is still that of its worst member.
-    * Quote ε of all rounds together, ``epsilon_of_all_rounds``, which printing the result shows with ``delta=``; see
-      :mod:`torchfil.planning.equalising` for when it covers the weights.
-    * ``fresh_runs=``: weights come from some runs and bounds from others, so chance in the choice does not flatter the
-      report. This is about chance, not about what the weights reveal. Without it bounds still come from a run that did
-      not choose its own weights, but the rounds stop when a run looks good.
+    * ``by=``: weights that are a function of public attributes alone. A cell's value is still that
+      of its worst member.
+    * Quote ε of all rounds together, ``epsilon_of_all_rounds``, which printing the result shows
+      with ``delta=``; see :mod:`torchfil.planning.equalising` for when it covers the weights.
+    * ``fresh_runs=``: weights come from some runs and bounds from others, so chance in the choice
+      does not flatter the report. This is about chance, not about what the weights reveal. Without
+      it bounds still come from a run that did not choose its own weights, but the rounds stop when
+      a run looks good.
 
     Args:
-        train: Trains with given clip weights (None, or a tensor [n] in the order of the data set, to pass to
-            ``make_private(…, clip_weights=)``) and returns the engine, or (engine, score) with any number to keep in
-            the history, for example the accuracy. Runs must differ in their random numbers: set no seed, or another
-            one at each call.
-        target: The bound that every example should reach; with ``question`` the largest true-positive rate that any
-            attacker may reach. None: it comes from ``share``.
-        question: The name of a question that the run is asked; None: Fisher information (unbiased attackers).
+        train: Trains with given clip weights (None, or a tensor [n] in the order of the data set,
+            to pass to ``make_private(…, clip_weights=)``) and returns the engine, or (engine,
+            score) with any number to keep in the history, for example the accuracy. Runs must
+            differ in their random numbers: set no seed, or another one at each call.
+        target: The bound that every example should reach; with ``question`` the largest
+            true-positive rate that any attacker may reach. None: it comes from ``share``.
+        question: The name of a question that the run is asked; None: Fisher information (unbiased
+            attackers).
         false_positive_rate: At which the true-positive rate of a question is read.
-        share: Without a target: bring the most exposed share of all examples down to where the others begin, by the
-            first round; None: 0.01.
-        confidence: One-sided: the lower ends of the bounds (upper ends of D) at it, by the probes' errors, must meet
-            the target. They do not cover what another run would draw; ``margin`` does. (The ends that ``torchfil gate``
-            uses cover it, and are far lower if single steps decide.) An example whose probes give no error counts by
-            its estimate, and is counted in the history. None: estimates.
-        by: Public cells, one label per example in the order of the data set, or a mapping id ↦ label: every example
-            gets the smallest weight that any member of its cell needs.
-        max_rounds: The largest number of trainings, including the first, without weights; fresh runs come on top.
-        fresh_runs: How many further trainings with the chosen weights are reported instead; of several, the average.
+        share: Without a target: bring the most exposed share of all examples down to where the
+            others begin, by the first round; None: 0.01.
+        confidence: One-sided: the lower ends of the bounds (upper ends of D) at it, by the probes'
+            errors, must meet the target. They do not cover what another run would draw; ``margin``
+            does. (The ends that ``torchfil gate`` uses cover it, and are far lower if single steps
+            decide.) An example whose probes give no error counts by its estimate, and is counted in
+            the history. None: estimates.
+        by: Public cells, one label per example in the order of the data set, or a mapping id ↦
+            label: every example gets the smallest weight that any member of its cell needs.
+        max_rounds: The largest number of trainings, including the first, without weights; fresh
+            runs come on top.
+        fresh_runs: How many further trainings with the chosen weights are reported instead; of
+            several, the average.
         floor: The smallest weight: an example that does not pull at all teaches the model nothing.
-        margin: Aim at this many times the target, because the next run draws other batches and noise: 1.5 if exposures
-            differ by 20 % from run to run, 2 if by 30 % (longer runs differ less).
-        weights: To start with, [n]: ``next_weights`` of an earlier result. None: the first round has none.
+        margin: Aim at this many times the target, because the next run draws other batches and
+            noise: 1.5 if exposures differ by 20 % from run to run, 2 if by 30 % (longer runs differ
+            less).
+        weights: To start with, [n]: ``next_weights`` of an earlier result. None: the first round
+            has none.
         delta: With it the history has ε.
-        progress: Whether to show a progress bar of the rounds; there may be fewer than ``max_rounds``.
+        progress: Whether to show a progress bar of the rounds; there may be fewer than
+            ``max_rounds``.
 
     Returns:
         The weights, the engine trained with them, the history and the cost; print it.
     """
     goal = Goal(target, question, false_positive_rate, share, confidence)
-    require(max_rounds >= 1, f"max_rounds={max_rounds} must be at least 1, and 2 to train with the chosen weights")
-    require(fresh_runs >= 0, f"fresh_runs={fresh_runs} must be 0 or a number of further trainings")
-    require(0 < floor <= 1, f"floor={floor} must lie in (0, 1]: the smallest clip weight")
-    require(1 <= margin < math.inf, f"margin={margin} must be at least 1: weights aim at this many times the target")
-    require(delta is None or 0 < delta < 1, f"delta={delta} must lie strictly between 0 and 1")
+    if not max_rounds >= 1:
+        raise ValueError(
+            f"max_rounds={max_rounds} must be at least 1, and 2 to train with the chosen weights"
+        )
+    if not fresh_runs >= 0:
+        raise ValueError(f"fresh_runs={fresh_runs} must be 0 or a number of further trainings")
+    if not 0 < floor <= 1:
+        raise ValueError(f"floor={floor} must lie in (0, 1]: the smallest clip weight")
+    if not 1 <= margin < math.inf:
+        raise ValueError(
+            f"margin={margin} must be at least 1: weights aim at this many times the target"
+        )
+    if delta is not None and not 0 < delta < 1:
+        raise ValueError(f"delta={delta} must lie strictly between 0 and 1")
     if weights is not None:
         check_clip_weights(weights)
     columns = {"by": by, "weights": weights}
-    lengths = {name: len(each) for name, each in columns.items() if each is not None and not isinstance(each, Mapping)}
-    require(len(set(lengths.values())) <= 1, f"{lengths} must each have one entry per example, in the data's order")
+    lengths = {
+        name: len(each)
+        for name, each in columns.items()
+        if each is not None and not isinstance(each, Mapping)
+    }
+    if not len(set(lengths.values())) <= 1:
+        raise ValueError(f"{lengths} must each have one entry per example, in the data's order")
 
     rounds = _Rounds(train, weights, by, goal, delta)
     following: Tensor | None = None
@@ -293,12 +349,15 @@ def equalise(
     stopped: Stopped = "max_rounds"
     for _ in with_progress(range(max_rounds), progress, "rounds"):
         done = rounds.train(following)
-        num_below = done.round.num_below  # depends less on chance than the worst value, and comes first
+        # depends less on chance than the worst value, and comes first
+        num_below = done.round.num_below
         if best is None or (num_below, done.missing) < (best.round.num_below, best.missing):
             best = done
         idle = 0 if done.missing < _PROGRESS * least or num_below < fewest else idle + 1
         least, fewest = min(least, done.missing), min(fewest, num_below)
-        following = lowered_weights(done.weights, done.exposure, rounds.goal.most, margin).clamp(min=floor)
+        following = lowered_weights(done.weights, done.exposure, rounds.goal.most, margin).clamp(
+            min=floor
+        )
         if rounds.cells is not None:  # the smallest of a cell for all of its members
             smallest = following.new_ones(int(rounds.cells.max()) + 1)
             following = smallest.scatter_reduce(0, rounds.cells, following, "amin")[rounds.cells]
@@ -317,16 +376,25 @@ def equalise(
     weights, met, target = best.weights, reported.missing <= 1, rounds.goal.target
     assert target is not None
     worst, worst_end = map(rounds.goal.shown, reported.exposure.largest())
-    more: dict[str, Any] = {"chosen": best.round, "history": tuple(rounds.history), "fil_before": rounds.fil_before}
+    more: dict[str, Any] = {
+        "chosen": best.round,
+        "history": tuple(rounds.history),
+        "fil_before": rounds.fil_before,
+    }
     more |= {"next_weights": weights if met else following, "question": question}
     more |= {"epsilon_of_all_rounds": rounds.epsilon_of_all()}
     warnings.warn(HELD_FIXED, stacklevel=2)
-    return Equalised(weights, best.engine, reported.leakage, met, stopped, target, worst, worst_end, **more)
+    return Equalised(
+        weights, best.engine, reported.leakage, met, stopped, target, worst, worst_end, **more
+    )
 
 
 @dataclass(frozen=True)
 class _Training:
-    """One training, or the average over several, with its weights; missing: its worst value over the allowed one."""
+    """One training, or the average over several, with its weights.
+
+    Missing: its worst value over the allowed one.
+    """
 
     engine: Any
     leakage: Leakage
@@ -338,7 +406,10 @@ class _Training:
 
 @dataclass
 class _Rounds:
-    """Trains, and keeps the history and the sums over all rounds; the first round settles the goal."""
+    """Trains, and keeps the history and the sums over all rounds.
+
+    The first round settles the goal.
+    """
 
     run: Callable[[Tensor | None], Any]
     first: Tensor | None
@@ -353,7 +424,8 @@ class _Rounds:
     def train(self, weights: Tensor | None, *, fresh: bool = False) -> _Training:
         """One training with these weights, entered into the history.
 
-        The first one (None) shows which examples there are and, if it is a share of them, the target.
+        The first one (None) shows which examples there are and, if it is a share of them, the
+        target.
         """
         given = self.first if weights is None else weights
         began = time.perf_counter()
@@ -363,17 +435,23 @@ class _Rounds:
         leakage: Any = getattr(engine, "totals", engine)
         if given is not None:
             used = getattr(engine, "clip_weights", given)
-            what = f"train received clip weights, and its engine has {'none' if used is None else 'others'}"
-            same = used is not None and torch.equal(used.cpu(), given.double().cpu())
-            require(same, f"{what}; pass them on: make_private(…, clip_weights=weights)")
+            if not (used is not None and torch.equal(used.cpu(), given.double().cpu())):
+                raise ValueError(
+                    "train received clip weights, and its engine has "
+                    f"{'none' if used is None else 'others'}; pass them on: make_private(…, "
+                    "clip_weights=weights)"
+                )
         exposure = read_exposure(leakage, self.goal.question, self.goal.confidence)
         if weights is None:
             ids = leakage.ids.all()
             weights = torch.ones(len(ids), dtype=torch.float64) if given is None else given
-            require(weights.shape == (len(ids),), f"weights has shape {tuple(weights.shape)} for {len(ids)} examples")
+            if weights.shape != (len(ids),):
+                raise ValueError(
+                    f"weights has shape {tuple(weights.shape)} for {len(ids)} examples"
+                )
             self.cells = None if self.by is None else members_of(self.by, ids)
             self.goal = self.goal.settled(exposure)
-            if bool((weights == 1).all()):  # nobody's weight is below 1 yet: for reports
+            if (weights == 1).all():  # nobody's weight is below 1 yet: for reports
                 fil = leakage.get_mse_bound().value.rsqrt().cpu()
                 self.fil_before = fil.masked_fill(~exposure.measured.cpu(), torch.nan)
 
@@ -383,7 +461,9 @@ class _Rounds:
             "num_spared": int((weights < 1).sum()),
             "smallest_weight": float(weights.min()),
             "score": None if score is None else float(score),
-            "epsilon": None if None in (self.delta, accountant) else float(engine.get_epsilon(self.delta)),
+            "epsilon": None
+            if None in (self.delta, accountant)
+            else float(engine.get_epsilon(self.delta)),
         }
         numbers |= {"seconds": seconds, "fresh": fresh}
         numbers |= {"spread": exposure.spread, "without_interval": exposure.without_interval}
@@ -395,16 +475,24 @@ class _Rounds:
         return _Training(engine, leakage, exposure, weights, self.goal.missing(exposure), entry)
 
     def report(self, chosen: _Training, count: int) -> _Training:
-        """The average over further trainings with the chosen weights, from which nothing is chosen."""
+        """The average over further trainings with the chosen weights, from which nothing is
+        chosen.
+        """
         runs: list[_Training] = []
         for _ in range(count):
             run = self.train(chosen.weights, fresh=True)
-            if any(torch.equal(run.exposure.value, each.exposure.value) for each in (chosen, *runs)):
-                raise ValueError("train() repeated a run to the last digit: set no seed, or another one at each call")
+            if any(
+                torch.equal(run.exposure.value, each.exposure.value) for each in (chosen, *runs)
+            ):
+                raise ValueError(
+                    "train() repeated a run to the last digit: set no seed, or another one at "
+                    "each call"
+                )
             runs.append(run)
 
         engines = [each.engine for each in runs]
-        leakage = runs[0].leakage if count == 1 else engines[0].merge(engines)  # which checks that they are repetitions
+        # which checks that they are repetitions
+        leakage = runs[0].leakage if count == 1 else engines[0].merge(engines)
         exposure = read_exposure(leakage, self.goal.question, self.goal.confidence)
         missing = self.goal.missing(exposure)
         return replace(chosen, leakage=leakage, exposure=exposure, missing=missing)
@@ -414,7 +502,9 @@ class _Rounds:
         if self.delta is None or any(accountant is None for accountant in self.accountants):
             return None
         steps: Counter[tuple[float, float]] = Counter()
-        for sigma, q, count in (entry for accountant in self.accountants for entry in accountant.history):
+        for sigma, q, count in (
+            entry for accountant in self.accountants for entry in accountant.history
+        ):
             steps[sigma, q] += count
         together = type(self.accountants[0])()
         if together.mechanism() == "gdp" and len(steps) > 1:
@@ -423,7 +513,7 @@ class _Rounds:
         return max(float(together.get_epsilon(self.delta)), 0.0)  # NaN stays NaN
 
 
-# ------------------------------------------------------------------ whose clip weight falls, and how far
+# ------------------------------------------------------------- whose clip weight falls, and how far
 
 
 @dataclass(frozen=True)
@@ -432,8 +522,8 @@ class Exposure:
 
     Attributes:
         value: e, [n], float64: 1/bound, or D of a question's worst answer.
-        high: The upper end of e, [n], one-sided at a confidence; e itself without a confidence, and if the probes give
-            no error.
+        high: The upper end of e, [n], one-sided at a confidence; e itself without a confidence, and
+            if the probes give no error.
         measured: Whether the run says anything about the example, bool [n].
         without_interval: How many measured examples have no interval.
     """
@@ -445,7 +535,9 @@ class Exposure:
 
     @property
     def spread(self) -> float:
-        """The standard deviation of sqrt(e) over examples (of FIL η̄, or sqrt(D)), over its mean; 0: all alike."""
+        """The standard deviation of sqrt(e) over examples (of FIL η̄, or sqrt(D)), over its mean;
+        0: all alike.
+        """
         root = self.value[self.measured].sqrt()
         return float(root.std(correction=0) / root.mean()) if bool((root > 0).any()) else 0.0
 
@@ -459,13 +551,13 @@ class Goal:
     """What a run should reach; checked when it is made.
 
     Attributes:
-        target: The bound that every example should reach, or with a question the largest true-positive rate that any
-            attacker may reach; None: ``share`` sets it.
+        target: The bound that every example should reach, or with a question the largest
+            true-positive rate that any attacker may reach; None: ``share`` sets it.
         question: Its name; None: Fisher information.
         false_positive_rate: The false-positive rate for the true-positive rate.
         share: The share of examples to bring down to the level at which the others begin.
-        confidence: The one-sided confidence of the ends (from the probes' errors) that must meet the target; None: use
-            estimates.
+        confidence: The one-sided confidence of the ends (from the probes' errors) that must meet
+            the target; None: use estimates.
 
     Example:
         >>> Goal(target=2.0).most
@@ -483,22 +575,38 @@ class Goal:
     def __post_init__(self) -> None:
         target, alpha, share = self.target, self.false_positive_rate, self.share
         if self.question is None:
-            require(target is None or 0 < target < math.inf, f"target={target} must be a positive, finite MSE bound")
+            if target is not None and not 0 < target < math.inf:
+                raise ValueError(f"target={target} must be a positive, finite MSE bound")
         else:
-            require(0 < alpha < 1, f"false_positive_rate={alpha} must lie strictly between 0 and 1")
-            rate = f"target={target} must lie between false_positive_rate={alpha} and 1: with question= it is a rate"
-            require(target is None or alpha < target < 1, rate)
-        require(None in (target, share), f"target={target} and share={share} both say who is exposed; give one of them")
-        require(share is None or 0 < share < 1, f"share={share} must lie strictly between 0 and 1")
-        known = self.confidence is None or 0.5 < self.confidence < 1
-        require(known, f"confidence={self.confidence} must lie strictly between 0.5 and 1, or be None for estimates")
+            if not 0 < alpha < 1:
+                raise ValueError(f"false_positive_rate={alpha} must lie strictly between 0 and 1")
+            if target is not None and not alpha < target < 1:
+                raise ValueError(
+                    f"target={target} must lie between false_positive_rate={alpha} and 1: with "
+                    "question= it is a rate"
+                )
+        if None not in (target, share):
+            raise ValueError(
+                f"target={target} and share={share} both say who is exposed; give one of them"
+            )
+        if share is not None and not 0 < share < 1:
+            raise ValueError(f"share={share} must lie strictly between 0 and 1")
+        if self.confidence is not None and not 0.5 < self.confidence < 1:
+            raise ValueError(
+                f"confidence={self.confidence} must lie strictly between 0.5 and 1, or be None "
+                "for estimates"
+            )
 
     @property
     def most(self) -> float:
         """e*, the largest exposure that meets the target; infinite if there is none."""
         if self.target is None:
             return math.inf
-        return 1 / self.target if self.question is None else divergence_of_rate(self.target, self.false_positive_rate)
+        return (
+            1 / self.target
+            if self.question is None
+            else divergence_of_rate(self.target, self.false_positive_rate)
+        )
 
     def shown(self, exposure: float) -> float:
         """An exposure in the form that users read: the bound, or the true-positive rate."""
@@ -513,8 +621,11 @@ class Goal:
         share = _DEFAULT_SHARE if self.share is None else self.share
         ordered = exposure.high[exposure.measured].sort().values
         most = float(ordered[max(0, math.ceil((1 - share) * len(ordered)) - 1)])
-        leaking = f"share={share}: only {int((ordered > 0).sum())} of {len(ordered)} examples leak anything"
-        require(most > 0, f"{leaking}, fewer than the share; give target=")
+        if not most > 0:
+            raise ValueError(
+                f"share={share}: only {int((ordered > 0).sum())} of {len(ordered)} examples leak "
+                "anything, fewer than the share; give target="
+            )
         return replace(self, target=self.shown(most), share=None)
 
     def missing(self, exposure: Exposure) -> float:
@@ -527,36 +638,57 @@ def read_exposure(leakage: Leakage, question: str | None, confidence: float | No
 
     Args:
         leakage: The run's results; they must include the question, if one is named.
-        question: None: e = 1/bound = tr(I)/d, unbiased attackers. A name: D of its worst answer, every attacker.
-        confidence: The one-sided confidence of the upper end, from the probes' errors; None: the estimate.
+        question: None: e = 1/bound = tr(I)/d, unbiased attackers. A name: D of its worst answer,
+            every attacker.
+        confidence: The one-sided confidence of the upper end, from the probes' errors; None: the
+            estimate.
 
     Raises:
-        ValueError: Nobody was measured, somebody's leakage is infinite (steps without noise), or a confidence was asked
-            for and nobody has an interval.
+        ValueError: Nobody was measured, somebody's leakage is infinite (steps without noise), or a
+            confidence was asked for and nobody has an interval.
     """
 
     def worst(values: Tensor) -> Tensor:  # over answers, [n]
         return values.detach().double().cpu().reshape(len(values), -1).amax(dim=1).clamp(min=0)
 
-    quantity = leakage.get_mse_bound().raised(-1.0) if question is None else leakage.get_guess(question).divergence
+    quantity = (
+        leakage.get_mse_bound().raised(-1.0)
+        if question is None
+        else leakage.get_guess(question).divergence
+    )
     value, measured = worst(quantity.value), leakage.was_measured().cpu()
-    require(bool(measured.any()), "the run that train() returned measured nobody: take private steps before that")
+    if not measured.any():
+        raise ValueError(
+            "the run that train() returned measured nobody: take private steps before that"
+        )
     infinite = int(value[measured].isinf().sum())
-    require(not infinite, f"{infinite} examples leak without limit: train with noise_multiplier > 0 at every step")
+    if infinite:
+        raise ValueError(
+            f"{infinite} examples leak without limit: train with noise_multiplier > 0 at every step"
+        )
     if confidence is None:
         return Exposure(value, value, measured)
 
-    # Only the probes' errors count here. Another run could differ far more if one step decides, but this does not tell
-    # whose weight should fall; the margin of the weights allows for it.
+    # Only the probes' errors count here. Another run could differ far more if one step decides, but
+    # this does not tell whose weight should fall; the margin of the weights allows for it.
     high = worst(quantity.interval(2 * confidence - 1, "probes")[1])
     known = high.isfinite()
-    none = "the probes give nobody an error: train longer, with num_probes=2 or more, or pass confidence=None"
-    require(bool(known[measured].any()), none)
-    return Exposure(value, torch.where(known, high, value), measured, int((measured & ~known).sum()))
+    if not known[measured].any():
+        raise ValueError(
+            "the probes give nobody an error: train longer, with num_probes=2 or more, or pass "
+            "confidence=None"
+        )
+    return Exposure(
+        value, torch.where(known, high, value), measured, int((measured & ~known).sum())
+    )
 
 
-def lowered_weights(weights: Tensor, exposure: Exposure, most: float, margin: float = 1.0) -> Tensor:
-    """ω_i · min(1, sqrt(e* / (margin · e_i))), rounded down to a power 2^(−k/4), k = 0, 1, …; no weight rises.
+def lowered_weights(
+    weights: Tensor, exposure: Exposure, most: float, margin: float = 1.0
+) -> Tensor:
+    """ω_i · min(1, sqrt(e* / (margin · e_i))), rounded down to a power 2^(−k/4), k = 0, 1, ….
+
+    No weight rises.
 
     A weight never rises again, because one run cannot distinguish safe examples from lucky ones.
 
@@ -574,7 +706,8 @@ def lowered_weights(weights: Tensor, exposure: Exposure, most: float, margin: fl
     aim = most / margin
     exposed = exposure.measured & (exposure.high > aim)
     wanted = weights * (aim / exposure.high.clamp(min=aim)).sqrt().to(weights)
-    steps = torch.ceil(-_GRID * wanted.log2() - 1e-6)  # values on the grid stay there despite rounding errors
+    # values on the grid stay there despite rounding errors
+    steps = torch.ceil(-_GRID * wanted.log2() - 1e-6)
     return torch.where(exposed, torch.exp2(-steps / _GRID).clamp(max=1.0), weights)
 
 
@@ -582,16 +715,24 @@ def members_of(labels: Labels, ids: Sequence[Hashable]) -> Tensor:
     """The number of every example's cell, [n].
 
     Args:
-        labels: One label per example, in the order of the data set (a sequence, an array, a tensor), or a mapping
-            id ↦ label that has every id.
+        labels: One label per example, in the order of the data set (a sequence, an array, a
+            tensor), or a mapping id ↦ label that has every id.
         ids: All ids, in the order of the data set.
     """
     if isinstance(labels, Mapping):
         missing = [each for each in ids if each not in labels]
-        require(not missing, f"by has no label for {len(missing)} of {len(ids)} ids, {missing[:1]} among them")
+        if missing:
+            raise ValueError(
+                f"by has no label for {len(missing)} of {len(ids)} ids, {missing[:1]} among them"
+            )
         labels = [labels[each] for each in ids]
-    listed = [plain_key(label) for label in (labels.tolist() if hasattr(labels, "tolist") else list(labels))]
-    require(len(listed) == len(ids), f"by has {len(listed)} labels for {len(ids)} examples; give one for each")
-    require(all(label == label for label in listed), "by has NaN as a label; use a label such as 'not known'")
+    listed = [
+        plain_key(label)
+        for label in (labels.tolist() if hasattr(labels, "tolist") else list(labels))
+    ]
+    if len(listed) != len(ids):
+        raise ValueError(f"by has {len(listed)} labels for {len(ids)} examples; give one for each")
+    if not all(label == label for label in listed):
+        raise ValueError("by has NaN as a label; use a label such as 'not known'")
     numbers = {label: number for number, label in enumerate(dict.fromkeys(listed))}
     return torch.tensor([numbers[label] for label in listed])

@@ -1,9 +1,10 @@
-"""What is private about an example: its inputs, some of their coordinates, its target, an embedding.
+"""What is private about an example: its inputs, some of their coordinates, its target, an
+embedding.
 
-A batch has the form that the model takes: one tensor, a tuple of positional inputs, or a dict of keyword
-inputs, each tensor with the examples along its first dimension. :class:`Private` says which coordinates
-an attacker wants; :class:`Examples` lays them out as one vector z of length d per example and puts them
-back, so everything downstream is a function of z.
+A batch has the form that the model takes: one tensor, a tuple of positional inputs, or a dict of
+keyword inputs, each tensor with the examples along its first dimension. :class:`Private` says which
+coordinates an attacker wants; :class:`Examples` lays them out as one vector z of length d per
+example and puts them back, so everything downstream is a function of z.
 """
 
 from torchfil.private.batches import Inputs, as_given, check_finite

@@ -16,7 +16,8 @@ Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Key = int | str
 Path = tuple[Any, ...]
 
-ROWS = "rows_of_owner"  # the input that says which of its owner's rows each row is, [batch, K]; −1: padding
+# the input that says which of its owner's rows each row is, [batch, K]; −1: padding
+ROWS = "rows_of_owner"
 
 
 def as_given(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
@@ -39,7 +40,9 @@ class Input(NamedTuple):
     name: str = ""
 
 
-def named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], model: nn.Module | None = None) -> dict[Key, Input]:
+def named_inputs(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], model: nn.Module | None = None
+) -> dict[Key, Input]:
     """All inputs by position or name; inputs inside dicts, lists and tuples have a name with dots.
 
     The model's ``forward`` tells the names of positional inputs.
@@ -57,9 +60,12 @@ def named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], model: nn.Mod
 
     def visit(key: Key, path: Path, value: Any) -> None:
         if not isinstance(value, dict) and type(value) not in (tuple, list):
-            named[key] = Input(path, value, names[key] if isinstance(key, int) and key < len(names) else str(key))
+            named[key] = Input(
+                path, value, names[key] if isinstance(key, int) and key < len(names) else str(key)
+            )
             return
-        whole = len(args) == 1 and not kwargs and len(path) == 2  # the only input, so its parts need no prefix
+        # the only input, so its parts need no prefix
+        whole = len(args) == 1 and not kwargs and len(path) == 2
         for part, inner in value.items() if isinstance(value, dict) else enumerate(value):
             visit(str(part) if whole else f"{key}.{part}", (*path, part), inner)
 
@@ -79,10 +85,15 @@ def _parameter_names(forward: Callable[..., object]) -> tuple[str, ...]:
 
 
 def is_mask(name: str) -> bool:
-    """Whether an input of this name holds a mask or positions; such inputs are not private by default.
+    """Whether an input of this name holds a mask or positions.
+
+    Such inputs are not private by default.
 
     Example:
-        >>> [is_mask(name) for name in ("attention_mask", "position_ids", "pixel_values", "position")]
+        >>> [
+        ...     is_mask(name)
+        ...     for name in ("attention_mask", "position_ids", "pixel_values", "position")
+        ... ]
         [True, True, False, False]
     """
     return "mask" in name.lower() or name.lower().endswith(("position_ids", "pos_ids"))
@@ -91,19 +102,28 @@ def is_mask(name: str) -> bool:
 def as_rows(
     args: tuple[object, ...], kwargs: Mapping[str, object], targets: object
 ) -> tuple[tuple[Any, ...], Any, Any]:
-    """The rows of all owners one after the other: tensors [batch · K, …] instead of [batch, K, …], without ``ROWS``."""
+    """The rows of all owners one after the other: tensors [batch · K, …] instead of [batch, K, …],
+    without ``ROWS``.
+    """
     others = {key: value for key, value in kwargs.items() if key != ROWS}
-    flat: tuple[tuple[Any, ...], Any, Any] = map_tensors(lambda leaf: leaf.flatten(0, 1), (args, others, targets))
+    flat: tuple[tuple[Any, ...], Any, Any] = map_tensors(
+        lambda leaf: leaf.flatten(0, 1), (args, others, targets)
+    )
     return flat
 
 
 def first_example(tree: object) -> Any:
     """Copies of the first rows of all tensors, in new memory; rows of zeros for an empty batch."""
-    return map_tensors(lambda leaf: leaf[:1].clone() if len(leaf) else leaf.new_zeros((1, *leaf.shape[1:])), tree)
+    return map_tensors(
+        lambda leaf: leaf[:1].clone() if len(leaf) else leaf.new_zeros((1, *leaf.shape[1:])), tree
+    )
 
 
 def check_finite(args: Any, kwargs: Any, targets: Any) -> None:
-    """Raise an error that names the rows if an input or a target is NaN or infinite; masks may be infinite."""
+    """Raise an error that names the rows if an input or a target is NaN or infinite.
+
+    Masks may be infinite.
+    """
     parts = [(f"inputs[{i}]" if len(args) > 1 else "inputs", part) for i, part in enumerate(args)]
     parts += [*((f"inputs[{key!r}]", part) for key, part in kwargs.items()), ("targets", targets)]
     for name, part in parts:
@@ -114,6 +134,12 @@ def check_finite(args: Any, kwargs: Any, targets: Any) -> None:
             rows = strange.reshape(len(leaf), -1).any(dim=1).nonzero().flatten().tolist()
             if rows:
                 shown = ", ".join(map(str, rows[:10])) + (", …" if len(rows) > 10 else "")
-                column = f" (the first in column {int(strange[rows[0]].nonzero()[0])})" if leaf.ndim == 2 else ""
-                where = f"{name} has NaN or infinite values in {len(rows)} of {len(leaf)} rows: {shown}"
-                raise ValueError(f"{where}. Drop or impute these examples; their FIL is undefined{column}.")
+                column = (
+                    f" (the first in column {int(strange[rows[0]].nonzero()[0])})"
+                    if leaf.ndim == 2
+                    else ""
+                )
+                raise ValueError(
+                    f"{name} has NaN or infinite values in {len(rows)} of {len(leaf)} rows: "
+                    f"{shown}. Drop or impute these examples; their FIL is undefined{column}."
+                )

@@ -29,12 +29,21 @@ def charts_of(report: Report, answers: list[svg.Row]) -> dict[str, Markup]:
     summary, many = report.summary, unit_of(report.about("mechanism") or {}).many
     charts: dict[str, Markup] = {}
     if bins := summary.ratio_histogram:
-        axis = "closer ← an attacker’s error, as a multiple of a blind guess’s (log scale) → farther"
-        tones = [TONES[int(each)] for each in classes_of_ratios([math.sqrt(a * b) for a, b in pairwise(bins.edges)])]
+        axis = (
+            "closer ← an attacker’s error, as a multiple of a blind guess’s (log scale) → farther"
+        )
+        tones = [
+            TONES[int(each)]
+            for each in classes_of_ratios([math.sqrt(a * b) for a, b in pairwise(bins.edges)])
+        ]
         mark: tuple[float, str] | None = (1.0, "as good as a blind guess")
         charts["closeness"] = svg.histogram(bins, what=many, axis=axis, tones=tones, mark=mark)
     if bins := summary.mse_histogram:
-        mark = None if summary.blind is None else (summary.blind**2, f"blind guess, {number(summary.blind**2)}")
+        mark = (
+            None
+            if summary.blind is None
+            else (summary.blind**2, f"blind guess, {number(summary.blind**2)}")
+        )
         axis = "bound on the mean squared error per input (MSE)"
         charts["mse_bounds"] = svg.histogram(bins, what=many, axis=axis, mark=mark)
     if answers:
@@ -46,16 +55,26 @@ def charts_of(report: Report, answers: list[svg.Row]) -> dict[str, Markup]:
 
 
 def answers_of(report: Report) -> list[svg.Row]:
-    """Each question without the model and with it; of a public page at 1 % false alarms, and the most exposed together.
+    """Each question without the model and with it.
 
-    Between two equally likely answers, beside the policy's limit, as the gate judges it; and, where the run tells how
-    common all possible answers are, among all of them. Without a question, what ε allows for membership: for every
-    (ε, δ) both ways, a guess between two equally likely cases is right in (e^ε + δ)/(1 + e^ε) of them at most.
+    Of a public page at 1 % false alarms, and the most exposed together.
+
+    Between two equally likely answers, beside the policy's limit, as the gate judges it; and, where
+    the run tells how common all possible answers are, among all of them. Without a question, what ε
+    allows for membership: for every (ε, δ) both ways, a guess between two equally likely cases is
+    right in (e^ε + δ)/(1 + e^ε) of them at most.
     """
     summary, run = report.summary, report.run
     if run is None:
-        return [_answer(q.name, FALSE_POSITIVE_RATE, q.rate["0"]) for q in summary.questions if "0" in q.rate]
-    told, gain = is_told(run), None if report.policy is None else report.policy.max_gain_over_guessing
+        return [
+            _answer(q.name, FALSE_POSITIVE_RATE, q.rate["0"])
+            for q in summary.questions
+            if "0" in q.rate
+        ]
+    told, gain = (
+        is_told(run),
+        None if report.policy is None else report.policy.max_gain_over_guessing,
+    )
     rows = list[svg.Row]()
     for question in run.questions:
         most = float(np.max(question.success()[told], initial=0.5))
@@ -71,13 +90,17 @@ def answers_of(report: Report) -> list[svg.Row]:
 
 
 def _answer(name: str, without: float, most: float, limit: float | None = None) -> svg.Row:
-    """How often a question is answered correctly: without the model, with it at most, and what a policy allows."""
+    """How often a question is answered correctly: without the model, with it at most, and what a
+    policy allows.
+    """
     tone = "exposed" if limit is not None and most > limit else "quiet"
     return svg.Row(name, most, without, most, tone, f"{rate(without)} → {rate(most)}", limit)
 
 
 def _by_group(grouping: Grouping, digits: int) -> Markup:
-    """Typical FIL by group, as multiples of the least exposed group's where that is a number to divide by."""
+    """Typical FIL by group, as multiples of the least exposed group's where that is a number to
+    divide by.
+    """
     least = min(group.fil for group in grouping.groups)
     unit = least if 0 < least < math.inf else 1.0
     tones = {"more": "exposed", "less": "quiet", "": ""}

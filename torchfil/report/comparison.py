@@ -1,17 +1,18 @@
 r"""Two runs on the same examples beside each other: what a change did, and who moved.
 
-Examples are matched by id; only those that both runs have measured count. An example has **clearly moved** where its
-two FIL differ by more than chance explains, each example by itself: with h = 1/sqrt(mse_bound_low) − η̄ the half width
-of each 95 % interval,
+Examples are matched by id; only those that both runs have measured count. An example has **clearly
+moved** where its two FIL differ by more than chance explains, each example by itself: with h =
+1/sqrt(mse_bound_low) − η̄ the half width of each 95 % interval,
 
     |η̄_after − η̄_before| > sqrt(h_before² + h_after²).
 
-Closed forms have h = 0, and any difference counts. Of examples that did not move, about one in twenty clearly does by
-chance, where intervals are estimates.
+Closed forms have h = 0, and any difference counts. Of examples that did not move, about one in
+twenty clearly does by chance, where intervals are estimates.
 
-Made for publication, nothing rests on fewer than ``min_group`` examples: see :mod:`torchfil.report.groups`. Groups
-are those of the first run, cut the same way for both; runs whose examples differ by a few are refused, for the
-difference of two published numbers would be theirs.
+Made for publication, nothing rests on fewer than ``min_group`` examples: see
+:mod:`torchfil.report.groups`. Groups are those of the first run, cut the same way for both; runs
+whose examples differ by a few are refused, for the difference of two published numbers would be
+theirs.
 """
 
 from __future__ import annotations
@@ -28,9 +29,14 @@ from torchfil.run import baselines
 from torchfil.run.baselines import BELOW, CLASSES, UNTOLD
 from torchfil.run.matching import check_alike, clearly_moved, matched, setting
 from torchfil.run.saved_run import SavedRun, jumps_of
-from torchfil.run.statistics import geometric_mean, levels_of, published_count, rounded, rounded_count
+from torchfil.run.statistics import (
+    geometric_mean,
+    levels_of,
+    published_count,
+    rounded,
+    rounded_count,
+)
 from torchfil.run.unit import Unit
-from torchfil.utils.errors import require
 
 SETTINGS = {
     "kind": "kind of run",
@@ -66,13 +72,14 @@ class Side:
 
     Attributes:
         title: Of the run.
-        examples: How many the run has; those without a partner, or that one run did not measure, included.
+        examples: How many the run has; those without a partner, or that one run did not measure,
+            included.
         alone: How many of them are not compared.
         fil: Typical η̄, the geometric mean.
         bound: MSE bounds by level, "0" the smallest and "0.5" the median.
         low_end: The smallest lower end; None where the run has none.
-        classes: How many are in each class of exposure (:mod:`torchfil.run.baselines`); UNTOLD alone where no blind
-            guess is known.
+        classes: How many are in each class of exposure (:mod:`torchfil.run.baselines`); UNTOLD
+            alone where no blind guess is known.
         exposed: How many are exposed; None: that is not known.
     """
 
@@ -117,18 +124,23 @@ class Comparison:
         after: The second run.
         matched: How many examples are compared.
         settings: What differs: name, before, after.
-        ratio: The MSE bounds after over those before: their geometric mean ("mean") and, unless redacted, the least,
-            the median and the largest ("0", "0.5", "1").
-        expected: (σ_after/σ_before)², by which the bounds would have grown at the same gradients; None: σ is the same,
-            or not known.
+        ratio: The MSE bounds after over those before: their geometric mean ("mean") and, unless
+            redacted, the least, the median and the largest ("0", "0.5", "1").
+        expected: (σ_after/σ_before)², by which the bounds would have grown at the same gradients;
+            None: σ is the same, or not known.
         exact: Whether both runs are closed forms.
         less: How many are clearly less exposed after.
         more: How many are clearly more exposed after.
-        newly_exposed: How many are exposed after and were protected beyond a blind guess before; None: not known.
-        no_longer: How many were exposed before and are protected beyond a blind guess after; None: not known.
-        moved: How many went from one class of exposure to another, by the two; empty where no blind guess is known.
-        attributes: The least error of unbiased guesses, of the most exposed example of each attribute.
-        questions: The largest true-positive rate of any attacker at 1 % false positives, of the worst example.
+        newly_exposed: How many are exposed after and were protected beyond a blind guess before;
+            None: not known.
+        no_longer: How many were exposed before and are protected beyond a blind guess after; None:
+            not known.
+        moved: How many went from one class of exposure to another, by the two; empty where no blind
+            guess is known.
+        attributes: The least error of unbiased guesses, of the most exposed example of each
+            attribute.
+        questions: The largest true-positive rate of any attacker at 1 % false positives, of the
+            worst example.
         groups: By grouping, each group's typical η̄.
         notes: What could not be compared, and why.
         moves: Single examples; None where redacted.
@@ -163,10 +175,14 @@ class Comparison:
     @property
     def is_same(self) -> bool:
         """Whether the two runs have the same numbers, not merely none that can be told apart."""
-        return self.nothing_moved and (self.exact or self.ratio.get("0") == self.ratio.get("1") == 1.0)
+        return self.nothing_moved and (
+            self.exact or self.ratio.get("0") == self.ratio.get("1") == 1.0
+        )
 
 
-def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, min_group: int = 10) -> Comparison:
+def compare_runs(
+    before: SavedRun, after: SavedRun, *, redacted: bool = False, min_group: int = 10
+) -> Comparison:
     """What changed from one run to another on the same examples.
 
     Args:
@@ -176,8 +192,8 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
         min_group: At least 2.
 
     Raises:
-        ValueError: The runs share no ids, have an id twice, speak of other inputs or ask other questions, or, redacted,
-            differ by too few examples.
+        ValueError: The runs share no ids, have an id twice, speak of other inputs or ask other
+            questions, or, redacted, differ by too few examples.
 
     Example:
         >>> from torchfil.run.saved_run import SavedRun
@@ -186,7 +202,8 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
         >>> compare_runs(run, run).nothing_moved
         True
     """
-    require(min_group >= 2, f"min_group={min_group} must be at least 2: a group of one is an example")
+    if not min_group >= 2:
+        raise ValueError(f"min_group={min_group} must be at least 2: a group of one is an example")
     smallest = min_group if redacted else 1
     check_alike(before, after)
     sizes = len(before), len(after)
@@ -195,15 +212,23 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
         check_enough(sizes, len(before), smallest)
 
     # nobody is newly exposed who was untold before: nothing says that it was protected
-    settings = [(text, setting(before, name), setting(after, name)) for name, text in SETTINGS.items()]
+    settings = [
+        (text, setting(before, name), setting(after, name)) for name, text in SETTINGS.items()
+    ]
     found = _exposures(before, after)
     newly = no_longer = None
     moved: dict[tuple[int, int], int | str] = {}
     if found is not None:
-        newly, no_longer = ((one <= BELOW) & (other != UNTOLD) & (other > BELOW) for one, other in (found[::-1], found))
+        newly, no_longer = (
+            (one <= BELOW) & (other != UNTOLD) & (other > BELOW)
+            for one, other in (found[::-1], found)
+        )
         codes, counts = np.unique(len(CLASSES) * found[0] + found[1], return_counts=True)
         moves_by_class = zip(codes.tolist(), counts.tolist(), strict=True)
-        moved = {divmod(code, len(CLASSES)): published_count(some, smallest) for code, some in moves_by_class}
+        moved = {
+            divmod(code, len(CLASSES)): published_count(some, smallest)
+            for code, some in moves_by_class
+        }
     bounds = before.column("mse_bound"), after.column("mse_bound")
     moves = Moves(np.asarray(before.ids), *bounds, clearly_moved(before, after), newly)
     models = zip(("first", "second"), map(jumps_of, (before.about, after.about)), strict=True)
@@ -234,7 +259,9 @@ def compare_runs(before: SavedRun, after: SavedRun, *, redacted: bool = False, m
 
 
 def _expected(before: SavedRun, after: SavedRun) -> float | None:
-    """(σ′/σ)²: at the same gradients, or the same fit, Fisher information is proportional to 1/σ²."""
+    """(σ′/σ)²: at the same gradients, or the same fit, Fisher information is proportional to
+    1/σ².
+    """
     for name in ("mechanism.sigma", "mechanism.noise_multiplier"):
         one, other = setting(before, name), setting(after, name)
         if isinstance(one, int | float) and isinstance(other, int | float) and 0 < one != other > 0:
@@ -243,9 +270,16 @@ def _expected(before: SavedRun, after: SavedRun) -> float | None:
 
 
 def _exposures(before: SavedRun, after: SavedRun) -> tuple[np.ndarray, np.ndarray] | None:
-    """The classes of exposure in both runs, [m] each, where both hold the same blind guess; None otherwise."""
+    """The classes of exposure in both runs, [m] each, where both hold the same blind guess.
+
+    None otherwise.
+    """
     blind = baselines.blind_error_of_inputs(before), baselines.blind_error_of_inputs(after)
-    if blind[0] is None or blind[1] is None or not np.allclose(blind[0], blind[1], rtol=1e-6, atol=0):
+    if (
+        blind[0] is None
+        or blind[1] is None
+        or not np.allclose(blind[0], blind[1], rtol=1e-6, atol=0)
+    ):
         return None
     one, other = baselines.exposure_of(before), baselines.exposure_of(after)
     return None if one is None or other is None else (one, other)
@@ -270,7 +304,10 @@ def _side(run: SavedRun, examples: int, classes: np.ndarray | None, smallest: in
 
 
 def _ratio(before: np.ndarray, after: np.ndarray, smallest: int) -> dict[str, float]:
-    """Of the examples whose bounds are positive and finite in both; published only where few others are left out."""
+    """Of the examples whose bounds are positive and finite in both.
+
+    Published only where few others are left out.
+    """
     usual = (before > 0) & (after > 0) & np.isfinite(before) & np.isfinite(after)
     ratio = after[usual] / before[usual]
     if len(ratio) < smallest or 0 < len(before) - len(ratio) < smallest:
@@ -280,8 +317,12 @@ def _ratio(before: np.ndarray, after: np.ndarray, smallest: int) -> dict[str, fl
     return {"mean": rounded(geometric_mean(ratio, smallest, 2), smallest), **quantiles}
 
 
-def _worst(name: str, before: np.ndarray, after: np.ndarray, smallest: int, sign: int) -> list[Pair]:
-    """The most exposed example's number on both sides, if known; ``sign`` −1 where the largest is the worst."""
+def _worst(
+    name: str, before: np.ndarray, after: np.ndarray, smallest: int, sign: int
+) -> list[Pair]:
+    """The most exposed example's number on both sides, if known; ``sign`` −1 where the largest is
+    the worst.
+    """
     known = (values[~np.isnan(values)].astype(np.float64) for values in (before, after))
     both = [levels_of(sign * values, smallest, sign=sign, levels=(0.0,)) for values in known]
     return [Pair(name, both[0]["0"], both[1]["0"])] if all("0" in levels for levels in both) else []
@@ -291,41 +332,69 @@ def _attributes(before: SavedRun, after: SavedRun, smallest: int) -> list[Pair]:
     one, other = before.attributes, after.attributes
     if one is None or other is None:
         return []
-    pairs, places = [], {named: place for place, named in enumerate(zip(other.names, other.units, strict=True))}
+    pairs, places = (
+        [],
+        {named: place for place, named in enumerate(zip(other.names, other.units, strict=True))},
+    )
     for place, (name, unit) in enumerate(zip(one.names, one.units, strict=True)):
         if (name, unit) in places:
-            errors, errors_after = np.asarray(one.shown[:, place]), np.asarray(other.shown[:, places[name, unit]])
+            errors, errors_after = (
+                np.asarray(one.shown[:, place]),
+                np.asarray(other.shown[:, places[name, unit]]),
+            )
             pairs += _worst(f"{name}, {unit}" if unit else name, errors, errors_after, smallest, 1)
     return pairs
 
 
 def _questions(before: SavedRun, after: SavedRun, smallest: int, notes: list[str]) -> list[Pair]:
-    asked, asked_after = ({question.name: question for question in run.questions} for run in (before, after))
+    asked, asked_after = (
+        {question.name: question for question in run.questions} for run in (before, after)
+    )
     for name in sorted(asked.keys() ^ asked_after.keys()):
         notes.append(f"The question “{name}” was asked in one run only.")
     both = [name for name in asked if name in asked_after]
-    return [pair for name in both for pair in _worst(name, asked[name].rate(), asked_after[name].rate(), smallest, -1)]
+    return [
+        pair
+        for name in both
+        for pair in _worst(name, asked[name].rate(), asked_after[name].rate(), smallest, -1)
+    ]
 
 
-def _groups(before: SavedRun, after: SavedRun, smallest: int, notes: list[str]) -> dict[str, list[Pair]]:
+def _groups(
+    before: SavedRun, after: SavedRun, smallest: int, notes: list[str]
+) -> dict[str, list[Pair]]:
     """Each grouping that both runs have alike, beside those before it."""
     groups: dict[str, list[Pair]] = {}
     both, cells = (before.column("fil"), after.column("fil")), None
     for name in (name for name in before.groups if name in after.groups):
         labels = np.asarray(before.groups[name])
         if not np.array_equal(labels, np.asarray(after.groups[name])):
-            notes.append(f"By {name}, {before.unit.many} have other labels in the second run: not compared.")
+            notes.append(
+                f"By {name}, {before.unit.many} have other labels in the second run: not compared."
+            )
             continue
         split = split_beside(labels, smallest, cells)
         cells = joined(cells, split)
-        named = [*split.names, f"{split.merged} small groups together"] if split.merged else split.names
+        named = (
+            [*split.names, f"{split.merged} small groups together"] if split.merged else split.names
+        )
         pairs = [
-            Pair(label, *(rounded(geometric_mean(own[split.codes == code], smallest), smallest) for own in both))
+            Pair(
+                label,
+                *(
+                    rounded(geometric_mean(own[split.codes == code], smallest), smallest)
+                    for own in both
+                ),
+            )
             for code, label in enumerate(named)
         ]
-        groups[name] = sorted(pairs, key=lambda pair: -pair.before if math.isfinite(pair.before) else 0.0)
+        groups[name] = sorted(
+            pairs, key=lambda pair: -pair.before if math.isfinite(pair.before) else 0.0
+        )
         if not pairs:
-            notes.append(f"By {name}, groups are too small, or would tell of too few beside other groupings.")
+            notes.append(
+                f"By {name}, groups are too small, or would tell of too few beside other groupings."
+            )
     return groups
 
 
@@ -337,7 +406,11 @@ def in_short(comparison: Comparison) -> list[str]:
 def changes(comparison: Comparison) -> list[tuple[str, object, object]]:
     """The table of both runs: what, before, after."""
     before, after = comparison.before, comparison.after
-    least = f"the {comparison.smallest} smallest MSE bounds together" if comparison.redacted else "smallest MSE bound"
+    least = (
+        f"the {comparison.smallest} smallest MSE bounds together"
+        if comparison.redacted
+        else "smallest MSE bound"
+    )
     rows: list[tuple[str, object, object]] = [
         ("typical FIL η̄ (geometric mean)", before.fil, after.fil),
         ("median MSE bound", before.bound.get("0.5"), after.bound.get("0.5")),
@@ -351,10 +424,18 @@ def changes(comparison: Comparison) -> list[tuple[str, object, object]]:
 
 
 def check_enough(sizes: tuple[int, int], matched: int, smallest: int) -> None:
-    """A public number over all, beside the same of the run's own public page, tells of those that differ."""
-    few = f"{matched} examples are in both runs, fewer than min_group={smallest}: nothing may be told"
-    require(matched >= smallest, few)
+    """A public number over all, beside the same of the run's own public page, tells of those that
+    differ.
+    """
+    if not matched >= smallest:
+        raise ValueError(
+            f"{matched} examples are in both runs, fewer than min_group={smallest}: nothing may "
+            "be told"
+        )
     for size in sizes:
-        beside = f"{size - matched} of {size:,} examples of one run are not compared (no partner, or not measured)"
-        told = f"beside that run's own public page, numbers would tell of fewer than min_group={smallest}"
-        require(not 0 < size - matched < smallest, f"{beside}: {told}")
+        if 0 < size - matched < smallest:
+            raise ValueError(
+                f"{size - matched} of {size:,} examples of one run are not compared (no partner, "
+                "or not measured): beside that run's own public page, numbers would tell of "
+                f"fewer than min_group={smallest}"
+            )

@@ -23,7 +23,8 @@ from torchfil.run.unit import Facts
 from torchfil.utils.tables import as_texts
 
 MOST = 10
-FAR, OFTEN, RARE = 2.0, 0.05, 0.05  # deviations from the mean; share of those drawn as often; share of a group
+# deviations from the mean; share of those drawn as often; share of a group
+FAR, OFTEN, RARE = 2.0, 0.05, 0.05
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Exposed:
 
 
 class Measures:
-    """Every example of a run by every measure: all inputs together, single attributes, each question, individual ε.
+    """Every example of a run by every measure: all inputs together, single attributes, each
+    question, individual ε.
 
     Args:
         report: The material of a confidential page.
@@ -60,25 +62,37 @@ class Measures:
 
     def __init__(self, report: Report) -> None:
         assert report.run is not None
-        self.report, self.run, self.policy, self.ratios = report, report.run, report.policy, report.ratios
+        self.report, self.run, self.policy, self.ratios = (
+            report,
+            report.run,
+            report.policy,
+            report.ratios,
+        )
         self.told = baselines.is_told(self.run)
         self.bounds = self.run.lower_ends
         self.success = {question.name: question.success() for question in self.run.questions}
 
     @cached_property
     def closest(self) -> np.ndarray | None:
-        """The smallest ratio over the attributes of an example, [n], NaN where untold; None: none is known."""
+        """The smallest ratio over the attributes of an example, [n], NaN where untold.
+
+        None: none is known.
+        """
         run = self.run
         if run.attributes is None or np.isnan(self.report.blind_errors).all():
             return None
         found = np.full(len(run), math.inf)
-        for rows, ratios in baselines.attribute_ratio_parts(run, run.attributes.shown, self.report.blind_errors):
+        for rows, ratios in baselines.attribute_ratio_parts(
+            run, run.attributes.shown, self.report.blind_errors
+        ):
             found[rows] = np.fmin.reduce(ratios, axis=1)
         return np.where(self.told, found, math.nan)
 
     @cached_property
     def flags(self) -> dict[str, np.ndarray]:
-        """Whom each measure flags, [n] booleans: closer than a blind guess, or above what the policy allows."""
+        """Whom each measure flags, [n] booleans: closer than a blind guess, or above what the
+        policy allows.
+        """
         flags = dict[str, np.ndarray]()
         if self.ratios is not None:
             flags["all inputs"] = self.ratios < 1
@@ -86,16 +100,24 @@ class Measures:
             flags["single attributes"] = self.closest < 1
         gain = None if self.policy is None else self.policy.max_gain_over_guessing
         if gain is not None:
-            flags |= {f"“{name}”": self.told & ~(found - 0.5 <= gain) for name, found in self.success.items()}
+            flags |= {
+                f"“{name}”": self.told & ~(found - 0.5 <= gain)
+                for name, found in self.success.items()
+            }
         limit = None if self.policy is None else self.policy.max_individual_epsilon
         if limit is not None and "epsilon" in self.run.columns:
             flags["individual ε"] = self.run.columns["epsilon"] > limit
         return flags
 
     def most(self) -> list[Exposed]:
-        """Those that most measures flag and, among them, with the smallest error; nobody of whom too little is told."""
+        """Those that most measures flag and, among them, with the smallest error.
+
+        Nobody of whom too little is told.
+        """
         rows = np.flatnonzero(self.told)
-        flagged = np.sum(list(self.flags.values()), axis=0, dtype=np.int64) * np.ones(len(self.run), dtype=np.int64)
+        flagged = np.sum(list(self.flags.values()), axis=0, dtype=np.int64) * np.ones(
+            len(self.run), dtype=np.int64
+        )
         errors = self.bounds if self.ratios is None else self.ratios
         order = rows[np.lexsort((errors[rows], -flagged[rows]))][:MOST].tolist()
         epsilon = self.run.columns.get("epsilon")
@@ -116,7 +138,11 @@ class Measures:
 
 def _reasons(run: SavedRun, rows: Iterable[int]) -> Iterator[list[str]]:
     """What is unusual about each of these examples."""
-    kept = {} if run.records is None else dict(zip(run.records.rows.tolist(), run.records.values, strict=True))
+    kept = (
+        {}
+        if run.records is None
+        else dict(zip(run.records.rows.tolist(), run.records.values, strict=True))
+    )
     groups = {f"{name} ": run.coded_group(name) for name in run.groups}
     if "public_class" in run.columns:
         groups["its label"] = np.unique(run.columns["public_class"], return_inverse=True)
@@ -130,7 +156,13 @@ def _reasons(run: SavedRun, rows: Iterable[int]) -> Iterator[list[str]]:
             with np.errstate(invalid="ignore", divide="ignore"):
                 away = np.nan_to_num(np.abs(values - spread.mean) / spread.std)
             for j in np.argsort(-away, kind="stable")[:2]:
-                end = "lowest" if values[j] <= spread.low[j] else "highest" if values[j] >= spread.high[j] else ""
+                end = (
+                    "lowest"
+                    if values[j] <= spread.low[j]
+                    else "highest"
+                    if values[j] >= spread.high[j]
+                    else ""
+                )
                 if FAR <= away[j] < math.inf:
                     reasons.append(f"{end} {names[j]}" if end else f"{names[j]} far from the mean")
         if drawn is not None and float(np.mean(drawn >= drawn[row])) <= OFTEN:
@@ -155,18 +187,26 @@ class ShownToken:
 
 
 def tokens_of(run: SavedRun) -> list[tuple[str, dict[str, list[ShownToken]]]]:
-    """Each saved text by id: its tokens by their share of its FIL and, where it was saved, of its PLIS."""
+    """Each saved text by id: its tokens by their share of its FIL and, where it was saved, of its
+    PLIS.
+    """
     if run.texts is None:
         return []
     maps = {"FIL": run.texts.fil} | ({} if run.texts.plis is None else {"PLIS": run.texts.plis})
     return [
-        (str(run.ids[row]), {name: _tokens(words, sizes[place][: len(words)]) for name, sizes in maps.items()})
+        (
+            str(run.ids[row]),
+            {name: _tokens(words, sizes[place][: len(words)]) for name, sizes in maps.items()},
+        )
         for place, (row, words) in enumerate(zip(run.texts.rows, run.texts.words, strict=True))
     ]
 
 
 def _tokens(words: list[str], sizes: np.ndarray) -> list[ShownToken]:
-    """Tokens without the blanks around them, and a sign for one that is nothing else; shares are s²/Σ s²."""
+    """Tokens without the blanks around them, and a sign for one that is nothing else.
+
+    Shares are s²/Σ s².
+    """
     squares = np.nan_to_num(np.asarray(sizes, dtype=np.float64)) ** 2
     shares = squares / (squares.sum() or 1.0)
     parts = zip(words, sizes.tolist(), shares.tolist(), strict=True)
@@ -184,9 +224,12 @@ INFINITE = 1e300  # what JSON has in its stead; the page's script shows it as �
 
 @dataclass(frozen=True)
 class TableColumn:
-    """A column: its key, heading, meaning; whether narrow screens show it, or only an example's details.
+    """A column: its key, heading, meaning.
 
-    ``kind`` is "times" for multiples of a blind guess's error, "rate" for shares of correct answers, "" for others.
+    Whether narrow screens show it, or only an example's details.
+
+    ``kind`` is "times" for multiples of a blind guess's error, "rate" for shares of correct
+    answers, "" for others.
     """
 
     key: str
@@ -197,22 +240,53 @@ class TableColumn:
     kind: str = ""
 
 
-_BESIDE = "the least error of an unbiased estimate (lower end), as a multiple of a blind guess’s error"
+_BESIDE = (
+    "the least error of an unbiased estimate (lower end), as a multiple of a blind guess’s error"
+)
 RATIO = TableColumn("ratio", "error", _BESIDE, narrow=True, kind="times")
 COLUMNS = (
     TableColumn("num_rows", "rows", "how many of them the example has, which is taken as public"),
-    TableColumn("epsilon", "individual ε", "ε of this example for this run’s outputs; an estimate, no guarantee"),
-    TableColumn("participations", "drawn", "how many batches held the example"),
-    TableColumn("clip_weight", "weight", "ω, by which the example’s clipped gradient was multiplied"),
-    TableColumn("sample_weight", "weight", "ω of the example in the fit, of mean 1, so that examples leak alike"),
     TableColumn(
-        "mse_bound", "MSE bound", "an unbiased estimate of the inputs has at least this mean squared error per input"
+        "epsilon",
+        "individual ε",
+        "ε of this example for this run’s outputs; an estimate, no guarantee",
     ),
-    TableColumn("mse_bound_low", "lower end", "of the 95 % interval of the MSE bound: the number to quote"),
+    TableColumn("participations", "drawn", "how many batches held the example"),
+    TableColumn(
+        "clip_weight", "weight", "ω, by which the example’s clipped gradient was multiplied"
+    ),
+    TableColumn(
+        "sample_weight",
+        "weight",
+        "ω of the example in the fit, of mean 1, so that examples leak alike",
+    ),
+    TableColumn(
+        "mse_bound",
+        "MSE bound",
+        "an unbiased estimate of the inputs has at least this mean squared error per input",
+    ),
+    TableColumn(
+        "mse_bound_low", "lower end", "of the 95 % interval of the MSE bound: the number to quote"
+    ),
     TableColumn("fil", "FIL η̄", "Fisher information loss; larger is more exposed", narrow=True),
-    TableColumn("fil_error", "error of FIL", "its standard error from probes and skipped steps alone", detail=True),
-    TableColumn("sampling_error", "sampling", "how much the random choice of batches could change FIL", detail=True),
-    TableColumn("fil_before", "FIL before", "in the run without weights, from which weights were chosen", detail=True),
+    TableColumn(
+        "fil_error",
+        "error of FIL",
+        "its standard error from probes and skipped steps alone",
+        detail=True,
+    ),
+    TableColumn(
+        "sampling_error",
+        "sampling",
+        "how much the random choice of batches could change FIL",
+        detail=True,
+    ),
+    TableColumn(
+        "fil_before",
+        "FIL before",
+        "in the run without weights, from which weights were chosen",
+        detail=True,
+    ),
     TableColumn("missed", "missed", "participations that were not measured", detail=True),
     TableColumn("squared_norm", "Σ‖g̃‖²", "sum of squared clipped gradient norms", detail=True),
 )
@@ -238,7 +312,9 @@ class Table:
 
 
 def table_of(exposure: Measures, named: Iterable[int]) -> Table:
-    """The most exposed examples and those that the page names, with all that the run says of each."""
+    """The most exposed examples and those that the page names, with all that the run says of
+    each.
+    """
     report, whole = exposure.report, exposure.run
     status = status_of(whole)
     measured = np.flatnonzero(status != NOT_MEASURED)
@@ -249,7 +325,9 @@ def table_of(exposure: Measures, named: Iterable[int]) -> Table:
         errors = exposure.bounds if exposure.ratios is None else exposure.ratios
         order = np.argsort(np.where(exposure.told, errors, math.inf), kind="stable")
         weighted = np.flatnonzero(is_spared(whole))[:MOST_NAMED]
-        places = np.union1d(order[:MOST_ROWS], np.r_[weighted, np.asarray(list(named), dtype=np.int64)])
+        places = np.union1d(
+            order[:MOST_ROWS], np.r_[weighted, np.asarray(list(named), dtype=np.int64)]
+        )
     run = whole if len(places) == len(whole) else whole.take(places)
 
     marks, filters = _marks(exposure)
@@ -261,7 +339,10 @@ def table_of(exposure: Measures, named: Iterable[int]) -> Table:
         "status": "".join(map(str, status[places].tolist())),
         "rank": (1 + len(ranked) - np.searchsorted(ranked, fil[places], side="right")).tolist(),
         "measured": len(measured),
-        "marks": {name: "".join("01"[on] for on in chosen[places].tolist()) for name, chosen in marks.items()},
+        "marks": {
+            name: "".join("01"[on] for on in chosen[places].tolist())
+            for name, chosen in marks.items()
+        },
         "columns": _columns(exposure, run, places, (status == NOT_MEASURED)[places]),
         "groups": [
             {"name": name, "levels": levels.tolist(), "codes": codes.tolist()}
@@ -280,29 +361,52 @@ def table_of(exposure: Measures, named: Iterable[int]) -> Table:
 
 
 def _marks(exposure: Measures) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Whom a filter shows, [n] booleans: the four classes, whom broken rules concern, the down-weighted; and names."""
+    """Whom a filter shows, [n] booleans: the four classes, whom broken rules concern, the
+    down-weighted; and names.
+    """
     marks, filters, run = dict[str, np.ndarray](), dict[str, str](), exposure.run
     if exposure.ratios is not None:
         classes = baselines.classes_of_ratios(exposure.ratios)
         for each, text in baselines.CLASSES.items():
             marks[f"class-{each}"], filters[f"class-{each}"] = classes == each, text
-        marks["exposed"], filters["exposed"] = exposure.ratios < 1, "exposed: the first two together"
+        marks["exposed"], filters["exposed"] = (
+            exposure.ratios < 1,
+            "exposed: the first two together",
+        )
     else:
-        marks[f"class-{UNTOLD}"], filters[f"class-{UNTOLD}"] = ~exposure.told, baselines.CLASSES[UNTOLD]
-    broken = [verdict for verdict in exposure.report.verdicts or [] if not verdict.passed and len(verdict.rows)]
+        marks[f"class-{UNTOLD}"], filters[f"class-{UNTOLD}"] = (
+            ~exposure.told,
+            baselines.CLASSES[UNTOLD],
+        )
+    broken = [
+        verdict
+        for verdict in exposure.report.verdicts or []
+        if not verdict.passed and len(verdict.rows)
+    ]
     known = [verdict for verdict in broken if verdict.found is not None]
     if known:
-        marks["broken"], filters["broken"] = np.zeros(len(run), dtype=bool), "concerned by a broken rule"
+        marks["broken"], filters["broken"] = (
+            np.zeros(len(run), dtype=bool),
+            "concerned by a broken rule",
+        )
         marks["broken"][concerned(known)] = True
     for place, verdict in enumerate(known if len(known) > 1 else []):
-        marks[f"rule-{place}"], filters[f"rule-{place}"] = np.isin(np.arange(len(run)), verdict.rows), verdict.rule
+        marks[f"rule-{place}"], filters[f"rule-{place}"] = (
+            np.isin(np.arange(len(run)), verdict.rows),
+            verdict.rule,
+        )
     if "clip_weight" in run.columns:
         marks["weighted"], filters["weighted"] = is_spared(run), "down-weighted"
     return marks, filters
 
 
-def _columns(exposure: Measures, run: SavedRun, places: np.ndarray, unknown: np.ndarray) -> list[Facts]:
-    """Those that the run has; a column that says the same of everybody is left out, but for what a table needs."""
+def _columns(
+    exposure: Measures, run: SavedRun, places: np.ndarray, unknown: np.ndarray
+) -> list[Facts]:
+    """Those that the run has.
+
+    A column that says the same of everybody is left out, but for what a table needs.
+    """
     entries = list[Facts]()
 
     def add(column: TableColumn, values: np.ndarray) -> None:
@@ -312,12 +416,16 @@ def _columns(exposure: Measures, run: SavedRun, places: np.ndarray, unknown: np.
     if exposure.ratios is not None:
         add(RATIO, exposure.ratios[places])
     for name, success in exposure.success.items():
-        meaning = "how often any attacker tells the true answer from another, equally likely one, at most"
+        meaning = (
+            "how often any attacker tells the true answer from another, equally likely one, at most"
+        )
         values = np.where(exposure.told, success, math.nan)[places]
         add(TableColumn(f"question-{name}", f"“{name}”", meaning, kind="rate"), values)
     for column in COLUMNS:
         values = run.columns.get(column.key)
-        if values is None or (column.key not in ("fil", "mse_bound", "num_rows") and np.unique(values).size < 2):
+        if values is None or (
+            column.key not in ("fil", "mse_bound", "num_rows") and np.unique(values).size < 2
+        ):
             continue
         if column.key == "mse_bound_low" and exposure.report.is_linear:
             continue  # bounds are exact, and their own lower ends
@@ -327,13 +435,20 @@ def _columns(exposure: Measures, run: SavedRun, places: np.ndarray, unknown: np.
     return entries
 
 
-def _attributes(run: SavedRun, unknown: np.ndarray, report: Report) -> tuple[list[Facts], list[str]]:
-    """The first attributes that fit, infinite where beyond a blind guess's error, and the names of the others."""
+def _attributes(
+    run: SavedRun, unknown: np.ndarray, report: Report
+) -> tuple[list[Facts], list[str]]:
+    """The first attributes that fit, infinite where beyond a blind guess's error, and the names of
+    the others.
+    """
     if run.attributes is None:
         return [], []
     fit, blind = MOST_CELLS // max(len(run), 1), report.blind_errors
-    entries, categories = [], {} if run.baselines is None else run.baselines.levels  # which have no ±
-    for j, (name, unit) in enumerate(zip(run.attributes.names[:fit], run.attributes.units[:fit], strict=True)):
+    # which have no ±
+    entries, categories = [], {} if run.baselines is None else run.baselines.levels
+    for j, (name, unit) in enumerate(
+        zip(run.attributes.names[:fit], run.attributes.units[:fit], strict=True)
+    ):
         if name in categories:
             continue
         values = np.where(unknown, np.nan, np.asarray(run.attributes.shown[:, j], dtype=np.float64))
@@ -348,4 +463,6 @@ def _json_numbers(values: np.ndarray, digits: int = 4) -> list[float | int | Non
     if values.dtype.kind in "biu":
         return list(map(int, values.tolist()))
     finite = np.clip(np.asarray(values, dtype=np.float64), -INFINITE, INFINITE)
-    return [None if math.isnan(value) else float(f"{value:.{digits}g}") for value in finite.tolist()]
+    return [
+        None if math.isnan(value) else float(f"{value:.{digits}g}") for value in finite.tolist()
+    ]

@@ -14,7 +14,18 @@ from torchfil.utils.text import visible
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-__all__ = ["capital", "count", "counted", "number", "percent", "plural", "plus_minus", "rate", "shown", "times"]
+__all__ = [
+    "capital",
+    "count",
+    "counted",
+    "number",
+    "percent",
+    "plural",
+    "plus_minus",
+    "rate",
+    "shown",
+    "times",
+]
 
 
 def number(value: float | None, digits: int = 3, *, even: bool = False) -> str:
@@ -39,7 +50,9 @@ def number(value: float | None, digits: int = 3, *, even: bool = False) -> str:
         return "0"
 
     def trimmed(text: str) -> str:
-        return (text.rstrip("0").rstrip(".") if "." in text and not even else text).replace("-", "−")
+        return (text.rstrip("0").rstrip(".") if "." in text and not even else text).replace(
+            "-", "−"
+        )
 
     mantissa, power = f"{value:.{digits - 1}e}".split("e")
     if -3 <= int(power) <= 4:
@@ -55,7 +68,9 @@ def times(ratio: float, *, even: bool = False) -> str:
         >>> times(0.2969), times(0.9999), times(1.4), times(8123.0), times(float("nan"))
         ('0.297×', '0.999×', '1.4×', '8,120×', 'unknown')
     """
-    return number(min(ratio, 0.999) if ratio < 1 else ratio, even=even) + "×" * (not math.isnan(ratio))
+    return number(min(ratio, 0.999) if ratio < 1 else ratio, even=even) + "×" * (
+        not math.isnan(ratio)
+    )
 
 
 def plus_minus(error: float, unit: str = "") -> str:
@@ -79,11 +94,16 @@ def percent(share: float) -> str:
         return "below 0.1 %"
     if 0.999 < share < 1:
         return "above 99.9 %"
-    return f"{100 * share:.1f} %" if 0 < share < 0.095 or 0.905 < share < 1 else f"{100 * share:.0f} %"
+    return (
+        f"{100 * share:.1f} %" if 0 < share < 0.095 or 0.905 < share < 1 else f"{100 * share:.0f} %"
+    )
 
 
 def rate(share: float) -> str:
-    """The share of runs in which an attacker is right, in percent with three digits; at most 100 %."""
+    """The share of runs in which an attacker is right, in percent with three digits.
+
+    At most 100 %.
+    """
     return f"{100 * min(share, 1.0):.3g} %"
 
 
@@ -108,22 +128,36 @@ def shown(value: object) -> str:
 
 @functools.cache
 def templates() -> Environment:
-    """Templates that escape every value, show what acts instead of being seen, and stop at what they do not know."""
+    """Templates that escape every value, show what acts instead of being seen, and stop at what
+    they do not know.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     def safe(value: object) -> object:
         if value is None:
             return ""
-        return visible(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
+        return (
+            visible(value, keep="\n\t")
+            if isinstance(value, str) and not isinstance(value, Markup)
+            else value
+        )
 
-    blocks: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensions": ["jinja2.ext.do"]}
+    blocks: dict[str, Any] = {
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+        "extensions": ["jinja2.ext.do"],
+    }
     loader = PackageLoader("torchfil.report")
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, finalize=safe, **blocks)
+    environment = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, finalize=safe, **blocks
+    )
     environment.filters |= {name: globals()[name] for name in __all__}
     return environment
 
 
 def lines_of(name: str, **context: object) -> list[str]:
     """The lines of a template of plain text; no value makes a line of its own."""
-    told = templates().overlay(autoescape=False, finalize=lambda v: visible(v) if isinstance(v, str) else v)
+    told = templates().overlay(
+        autoescape=False, finalize=lambda v: visible(v) if isinstance(v, str) else v
+    )
     return [line for line in told.get_template(name).render(context).split("\n") if line.strip()]

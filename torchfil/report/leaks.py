@@ -1,19 +1,22 @@
 """Questions beside the data's own prior: "guessed correctly in 71 % of cases instead of 39 %".
 
-A run keeps D_a = KL(P ‖ P_a) from an example's true answer t to every other, P_a the law of all that is released. Let
-the answers be as likely before as they are common among the examples, π. Whoever names the commonest is right in max π
-of the cases; whoever sees the release, and names a on A_a, in
+A run keeps D_a = KL(P ‖ P_a) from an example's true answer t to every other, P_a the law of all
+that is released. Let the answers be as likely before as they are common among the examples, π.
+Whoever names the commonest is right in max π of the cases; whoever sees the release, and names a on
+A_a, in
 
     Σ_a π_a P_a(A_a) ≤ Σ_a π_a P_r(A_a) + Σ_a π_a TV(P_a, P_r) ≤ max π + Σ_{a≠r} π_a TV(P_a, P_r)
 
-for any answer r, since the A_a share all releases among them. TV(P_t, P_a) follows from D_a, and TV is a distance:
-TV(P_a, P_r) ≤ TV(P_t, P_a) + TV(P_t, P_r). The smaller bound of r = t and r = the commonest answer is taken; with two
-answers that is :func:`torchfil.guessing.largest_success`, and between two normal laws the best attacker's own success.
+for any answer r, since the A_a share all releases among them. TV(P_t, P_a) follows from D_a, and TV
+is a distance: TV(P_a, P_r) ≤ TV(P_t, P_a) + TV(P_t, P_r). The smaller bound of r = t and r = the
+commonest answer is taken; with two answers that is :func:`torchfil.guessing.largest_success`, and
+between two normal laws the best attacker's own success.
 
-It binds **every attacker to whom the answers are as likely before as they are common**, on average over an answer that
-is drawn so and over the release. Somebody who knows more of the person beforehand starts from more than max π. And the
-mean over answers hides those with a rare one: :meth:`torchfil.run.saved_run.QuestionRecord.success`, between two
-equally likely answers, does not, and says who is not protected.
+It binds **every attacker to whom the answers are as likely before as they are common**, on average
+over an answer that is drawn so and over the release. Somebody who knows more of the person
+beforehand starts from more than max π. And the mean over answers hides those with a rare one:
+:meth:`torchfil.run.saved_run.QuestionRecord.success`, between two equally likely answers, does not,
+and says who is not protected.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ class PriorGuess:
 
 
 def prior_guess(question: QuestionRecord, rows: np.ndarray) -> PriorGuess | None:
-    """The question at the data's own prior; None where the run does not tell the true answers, or some D.
+    """The question at the data's own prior.
+
+    None where the run does not tell the true answers, or some D.
 
     Args:
         question: Of a saved run.
@@ -70,7 +75,8 @@ def prior_guess(question: QuestionRecord, rows: np.ndarray) -> PriorGuess | None
 
 
 def largest_success_at(question: QuestionRecord, prior: np.ndarray) -> np.ndarray:
-    """How often any attacker with this prior names the right answer at most, at the upper ends of D, [n].
+    """How often any attacker with this prior names the right answer at most, at the upper ends of
+    D, [n].
 
     Args:
         question: A complete one: the true answer is among its own.

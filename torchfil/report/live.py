@@ -1,8 +1,8 @@
 """A page that follows a run file while training writes it, served to this machine alone.
 
-The numbers are confidential, so the server listens on 127.0.0.1 only. It answers only requests that know a random
-address, name this machine as their host (a name that another site pointed here does not), and do not come from another
-site's page. No site may embed or read what it answers.
+The numbers are confidential, so the server listens on 127.0.0.1 only. It answers only requests that
+know a random address, name this machine as their host (a name that another site pointed here does
+not), and do not come from another site's page. No site may embed or read what it answers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _HEADERS = asset("live.headers").replace("{{script}}", digest_of(asset("live.js"
 
 
 class LivePage:
-    """The first screens of a run file's report, made again if the file was replaced when somebody asks.
+    """The first screens of a run file's report, made again if the file was replaced when somebody
+    asks.
 
     A file that is missing or damaged leaves the last numbers, with a message.
 
@@ -59,22 +60,33 @@ class LivePage:
                     if file != self._file:
                         self._page = render(report_of(load(self.path), self.policy), found.st_mtime)
                     self._file, self._problem = file, ""
-                except Exception as error:  # whatever is wrong with this file, the next one may be whole
-                    gone = f"There is no file {self.path.name}." if isinstance(error, FileNotFoundError) else str(error)
+                except Exception as error:
+                    # whatever is wrong with this file, the next one may be whole
+                    gone = (
+                        f"There is no file {self.path.name}."
+                        if isinstance(error, FileNotFoundError)
+                        else str(error)
+                    )
                     self._file, self._problem = None, html.escape(visible(gone))
                 self._free_at = time.monotonic() + (time.monotonic() - start) / self.share
             return self._page.replace(_PROBLEM, _PROBLEM + self._problem, 1)
 
     def frame(self) -> str:
-        """The page of this moment for a notebook: in a frame, without script, apart from the notebook's own style."""
-        return f'<iframe sandbox srcdoc="{html.escape(self.html())}" style="width:100%;height:640px;border:0"></iframe>'
+        """The page of this moment for a notebook: in a frame, without script, apart from the
+        notebook's own style.
+        """
+        return (
+            f'<iframe sandbox srcdoc="{html.escape(self.html())}" '
+            'style="width:100%;height:640px;border:0"></iframe>'
+        )
 
 
 class LiveServer(socketserver.ThreadingTCPServer):
     """Serves a page on 127.0.0.1 at a random address.
 
-    Any program on this machine can connect, even without the address, so connections are few and short: slow ones take
-    neither threads nor open files from the training, and make room for others in time.
+    Any program on this machine can connect, even without the address, so connections are few and
+    short: slow ones take neither threads nor open files from the training, and make room for others
+    in time.
 
     Args:
         page: The page.
@@ -92,19 +104,30 @@ class LiveServer(socketserver.ThreadingTCPServer):
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
-            taken = f"port {port} of {HOST} cannot be used ({error.strerror}); choose another, or leave it out"
+            taken = (
+                f"port {port} of {HOST} cannot be used ({error.strerror}); choose another, "
+                "or leave it out"
+            )
             raise OSError(error.errno, taken) from error
-        self.page, self.secret, self.port = page, f"/{secrets.token_urlsafe(32)}", self.server_address[1]
+        self.page, self.secret, self.port = (
+            page,
+            f"/{secrets.token_urlsafe(32)}",
+            self.server_address[1],
+        )
         self.url = f"http://{HOST}:{self.port}{self.secret}"
 
     def start(self) -> None:
         """Serve in a thread that ends with the process."""
-        threading.Thread(target=self.serve_forever, args=(0.1,), name="torchfil-watch", daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, args=(0.1,), name="torchfil-watch", daemon=True
+        ).start()
 
     def verify_request(self, request: Any, client_address: object) -> bool:
         """Whether there is room; what exceeds it is closed before it gets a thread."""
         if room := len(self._ends) < _MOST:  # a timeout would be put off by a byte now and then
-            self._ends[request] = end = threading.Timer(_SECONDS, request.shutdown, [socket.SHUT_RDWR])
+            self._ends[request] = end = threading.Timer(
+                _SECONDS, request.shutdown, [socket.SHUT_RDWR]
+            )
             end.daemon = True
             end.start()
         return room

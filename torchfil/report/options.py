@@ -1,7 +1,8 @@
-"""What would keep the policy: the noise with which every rule is kept, and its cost in the user's metric.
+"""What would keep the policy: the noise with which every rule is kept, and its cost in the user's
+metric.
 
-A σ is **predicted and then judged by the gate's own rules**; it is offered only if it keeps all of them, those at the
-level "error" at least. At fixed gradients, with σ' for σ and f = (σ'/σ)²,
+A σ is **predicted and then judged by the gate's own rules**; it is offered only if it keeps all of
+them, those at the level "error" at least. At fixed gradients, with σ' for σ and f = (σ'/σ)²,
 
 ==========================  ===================================================================================
 MSE bound, its lower end    times f
@@ -12,17 +13,18 @@ individual ε                at most that
 too few draws               Binomial(steps, q) < 5, the largest of 95 % of the counts over all examples
 ==========================  ===================================================================================
 
-A linear model's release has closed forms, and the prediction is exact. Another training takes other gradients and other
-draws: the smallest lower end of many examples differs by a quarter in one of ten pairs of runs that differ in nothing
-but chance. So what gradients leak is predicted with a **margin** on σ', :data:`MARGIN`. It was chosen on 88 runs of ten
-kinds, of which 366 pairs were predicted from one another, with up to 5 times the noise: the smallest lower end, its
-quantiles and the largest D were as promised in 95 % each, and all together in 92 %. With 1.25 for 1.5 it is 91 % and
-83 %. These runs were made before D was capped by what the noise allows, and not repeated. Trainings whose intervals are
-wide differ most.
+A linear model's release has closed forms, and the prediction is exact. Another training takes other
+gradients and other draws: the smallest lower end of many examples differs by a quarter in one of
+ten pairs of runs that differ in nothing but chance. So what gradients leak is predicted with a
+**margin** on σ', :data:`MARGIN`. It was chosen on 88 runs of ten kinds, of which 366 pairs were
+predicted from one another, with up to 5 times the noise: the smallest lower end, its quantiles and
+the largest D were as promised in 95 % each, and all together in 92 %. With 1.25 for 1.5 it is 91 %
+and 83 %. These runs were made before D was capped by what the noise allows, and not repeated.
+Trainings whose intervals are wide differ most.
 
-Only what was tried is offered: more noise, up to :data:`LARGEST` times as much. Another number of steps is not: a trial
-of a run that was drawn too rarely kept all rules where the prediction broke two.
-``tests/report/test_options.py`` trains runs of other kinds again as advised.
+Only what was tried is offered: more noise, up to :data:`LARGEST` times as much. Another number of
+steps is not: a trial of a run that was drawn too rarely kept all rules where the prediction broke
+two. ``tests/report/test_options.py`` trains runs of other kinds again as advised.
 """
 
 from __future__ import annotations
@@ -48,8 +50,13 @@ MARGIN = 1.5  # on σ'
 LARGEST = 5.0  # times σ: as far as it was tried
 _EXACT = 1000.0  # times σ: as far as a linear model's closed forms are followed
 _AT_ONCE = 2**16  # examples that are predicted together
-_OF_EXAMPLES = ("min_", "max_gain_", "max_true_")  # begin rules on every single example: a part after the other
-_AUDITED, _WORSENING, _FEW = "audited_epsilon_below_claimed", "max_worsening", "max_share_too_few_draws"
+# begin rules on every single example: a part after the other
+_OF_EXAMPLES = ("min_", "max_gain_", "max_true_")
+_AUDITED, _WORSENING, _FEW = (
+    "audited_epsilon_below_claimed",
+    "max_worsening",
+    "max_share_too_few_draws",
+)
 _OF_NOISE = ("max_epsilon", "max_individual_epsilon")  # follow from the noise, and need no margin
 _SAME = ("participations", "missed", "sampling_error", "public_class", "clip_weight")
 _POWERS = {"fil": -0.5, "mse_bound": 1.0, "mse_bound_low": 1.0}  # of f, by column
@@ -60,8 +67,10 @@ class Options:
     """What would help.
 
     Attributes:
-        sigma: The least noise that is predicted to keep every rule; None: none is known, or nothing need be done.
-        change: The same in a sentence, with its cost in the user's metric; "" where nothing is predicted.
+        sigma: The least noise that is predicted to keep every rule; None: none is known, or nothing
+            need be done.
+        change: The same in a sentence, with its cost in the user's metric; "" where nothing is
+            predicted.
         others: What helps with the rules that no noise is known to keep, a sentence each.
     """
 
@@ -78,7 +87,8 @@ def options_of(run: SavedRun, policy: Policy, verdicts: list[Verdict]) -> Option
     broken = [verdict for verdict in verdicts if not verdict.passed]
     if not broken:
         return Options()
-    if any(verdict.key == _AUDITED and verdict.tells for verdict in broken):  # predictions rest on what may be wrong
+    # predictions rest on what may be wrong
+    if any(verdict.key == _AUDITED and verdict.tells for verdict in broken):
         return Options(others=[RULES[_AUDITED].advice])
 
     # those that stop a release, and those that hold now
@@ -102,22 +112,36 @@ def _in_words(run: SavedRun, noise: float, warnings: int) -> str:
 def _least_noises(
     run: SavedRun, policy: Policy, stop: Sequence[Verdict], held: Sequence[Verdict]
 ) -> dict[str, float | None]:
-    """The least noise for each rule that must hold; None: none that was tried, or nothing can be predicted."""
+    """The least noise for each rule that must hold.
+
+    None: none that was tried, or nothing can be predicted.
+    """
     sigma = _sigma(run)
     if not sigma or not is_told(run).any():
         return dict.fromkeys(verdict.key for verdict in stop)
-    return {key: _least_noise(run, policy, key, sigma) for key in dict.fromkeys(each.key for each in (*stop, *held))}
+    return {
+        key: _least_noise(run, policy, key, sigma)
+        for key in dict.fromkeys(each.key for each in (*stop, *held))
+    }
 
 
 def _least_noise(run: SavedRun, policy: Policy, key: str, sigma: float) -> float | None:
-    """The least σ' of three digits, σ or more, at which the rule is predicted to hold; None: none that was tried."""
+    """The least σ' of three digits, σ or more, at which the rule is predicted to hold.
+
+    None: none that was tried.
+    """
     margin, most = (1.0, _EXACT) if run.about.get("kind") == "linear" else (MARGIN, LARGEST)
     if key == _FEW:  # of fresh draws, whatever the noise
         return sigma if _num_untold(run) <= policy.max_share_too_few_draws * len(run) else None
     of_examples = key.startswith(_OF_EXAMPLES)
     parts = run.slices(_AT_ONCE) if of_examples else iter([run])
     if key in _OF_NOISE:  # the same for everybody
-        parts, margin = iter([run.take(np.argsort(run.columns.get("participations", np.zeros(len(run))))[-1:])]), 1.0
+        parts, margin = (
+            iter(
+                [run.take(np.argsort(run.columns.get("participations", np.zeros(len(run))))[-1:])]
+            ),
+            1.0,
+        )
     least = sigma
     for part in parts:
 
@@ -145,24 +169,37 @@ def with_noise(
     Args:
         run: A run whose σ is known, or some of its examples.
         sigma: σ'.
-        margin: What gradients leak is predicted at σ'/margin. What the noise itself allows of a D needs none.
+        margin: What gradients leak is predicted at σ'/margin. What the noise itself allows of a D
+            needs none.
         epsilon: Whether ε is wanted, which takes a while.
         tables: Whether attributes and questions are, which may take much memory.
     """
     factor = (sigma / margin / (_sigma(run) or math.nan)) ** 2
     spent = _epsilon_then(run, sigma) if epsilon else None
     columns = {name: run.columns[name] for name in _SAME if name in run.columns}
-    columns |= {name: run.columns[name] * factor**power for name, power in _POWERS.items() if name in run.columns}
+    columns |= {
+        name: run.columns[name] * factor**power
+        for name, power in _POWERS.items()
+        if name in run.columns
+    }
     if spent is not None and "epsilon" in run.columns:
         columns["epsilon"] = np.full(len(run), spent)
     mechanism = {**run.about["mechanism"], "noise_multiplier": sigma}
-    then = replace(run, about={**run.about, "epsilon": spent, "mechanism": mechanism}, columns=columns)
+    then = replace(
+        run, about={**run.about, "epsilon": spent, "mechanism": mechanism}, columns=columns
+    )
     if not tables:
         return then
     attributes = run.attributes
     if attributes is not None:
-        low = None if attributes.error_low is None else np.asarray(attributes.error_low) * math.sqrt(factor)
-        attributes = replace(attributes, error=np.asarray(attributes.error) * math.sqrt(factor), error_low=low)
+        low = (
+            None
+            if attributes.error_low is None
+            else np.asarray(attributes.error_low) * math.sqrt(factor)
+        )
+        attributes = replace(
+            attributes, error=np.asarray(attributes.error) * math.sqrt(factor), error_low=low
+        )
 
     # known batches and a linear model's release have no cap
     rate, steps = (setting(run, f"mechanism.{name}") for name in ("sample_rate", "steps"))
@@ -171,7 +208,9 @@ def with_noise(
         replace(
             asked,
             divergence=np.asarray(asked.divergence) / factor,
-            divergence_high=np.minimum(np.asarray(asked.divergence_high) / factor, caps[not asked.membership]),
+            divergence_high=np.minimum(
+                np.asarray(asked.divergence_high) / factor, caps[not asked.membership]
+            ),
         )
         for asked in run.questions
     ]
@@ -184,9 +223,14 @@ def _sigma(run: SavedRun) -> float | None:
 
 
 def _num_untold(run: SavedRun) -> int:
-    """How many examples as many fresh draws leave untold: with Poisson sampling at most so many in 95 % of the runs."""
-    rate, steps, measured = (setting(run, f"mechanism.{name}") for name in ("sample_rate", "steps", "fil_rate"))
-    if rate is None or not steps or run.about.get("merged"):  # known batches, closed forms, or means over runs
+    """How many examples as many fresh draws leave untold: with Poisson sampling at most so many in
+    95 % of the runs.
+    """
+    rate, steps, measured = (
+        setting(run, f"mechanism.{name}") for name in ("sample_rate", "steps", "fil_rate")
+    )
+    # known batches, closed forms, or means over runs
+    if rate is None or not steps or run.about.get("merged"):
         return int((~is_told(run)).sum())
     share = binom.cdf(FEWEST_PARTICIPATIONS - 1, steps, rate * (measured or 1.0))
     return int(binom.ppf(0.95, len(run), share))
@@ -195,9 +239,9 @@ def _num_untold(run: SavedRun) -> int:
 def _epsilon_then(run: SavedRun, sigma: float) -> float | None:
     """ε with this σ; None where the file does not tell it.
 
-    It is Opacus's RDP accountant's, no smaller than what other accountants find, and with more noise never above the
-    run's own. Where the same formula gives less than that for the run itself, the run's noise was not the same at all
-    steps.
+    It is Opacus's RDP accountant's, no smaller than what other accountants find, and with more
+    noise never above the run's own. Where the same formula gives less than that for the run itself,
+    the run's noise was not the same at all steps.
     """
     now, before = run.about.get("epsilon"), _sigma(run) or math.nan
     if not now or not run.about.get("delta") or not run.about["mechanism"].get("steps"):
@@ -217,7 +261,10 @@ def epsilon_of(run: SavedRun, sigmas: Sequence[float]) -> float:
 
 
 def _cost(run: SavedRun, sigma: float) -> str:
-    """What σ' costs: the score of a linear model; of others nobody measured it. Pilots spent ε, too."""
+    """What σ' costs: the score of a linear model.
+
+    Of others nobody measured it. Pilots spent ε, too.
+    """
     linear = run.about.get("linear") or {}
     if not linear.get("score_by_noise"):
         metrics = (run.about.get("metrics") or {}).items()
@@ -231,7 +278,11 @@ def _cost(run: SavedRun, sigma: float) -> str:
     noises, scores = np.asarray(sorted(linear["score_by_noise"]), dtype=np.float64).T
     now, then = np.interp(np.log([_sigma(run) or math.nan, sigma]), np.log(noises), scores)
     if then <= blind:
-        at_most = f"{name} below 0" if blind == 0 else f"{name} {then:.2f}, no more than the commonest class has"
+        at_most = (
+            f"{name} below 0"
+            if blind == 0
+            else f"{name} {then:.2f}, no more than the commonest class has"
+        )
         return f"{at_most}: the model would be useless"
     if sigma > noises[-1]:
         return f"not measured (now {name} {now:.2f})"

@@ -1,7 +1,8 @@
 """The page of a report, and that of two compared runs: templates over one context.
 
-A template a block, in ``templates/``; all of them see one context (:func:`context_of`) and nothing else. The public
-page has a smaller one, of aggregates: a block that asks for more, be it by mistake, cannot be rendered from it.
+A template a block, in ``templates/``; all of them see one context (:func:`context_of`) and nothing
+else. The public page has a smaller one, of aggregates: a block that asks for more, be it by
+mistake, cannot be rendered from it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from torchfil.report.summary import Report, named_level, summarise
 from torchfil.run import baselines
 from torchfil.run.saved_run import SavedRun, audited_epsilon, leakage_columns
 from torchfil.run.unit import unit_of
-from torchfil.utils.errors import RunFileError, require
+from torchfil.utils.errors import RunFileError
 from torchfil.utils.files import explain_disk_full, file_sha256, flush, temporary_beside
 from torchfil.utils.text import json_ready, write_csv_parts
 
@@ -68,7 +69,10 @@ class Ruling:
 
 
 def ruling_of(verdicts: list[Verdict], policy: Policy) -> Ruling:
-    """The verdicts of a policy as a table; what a rule misses is told without the code that would keep it."""
+    """The verdicts of a policy as a table.
+
+    What a rule misses is told without the code that would keep it.
+    """
     rows = []
     for verdict in verdicts:
         title, found, limit = RULES[verdict.key].row(verdict)
@@ -88,11 +92,12 @@ def context_of(report: Report, live: float | None = None) -> dict[str, object]:
 
     A confidential page has besides:
 
-    * ``run``; ``ruling``, what the policy says, None where the run does not keep what its rules are about; ``options``,
-      what would keep the policy;
+    * ``run``; ``ruling``, what the policy says, None where the run does not keep what its rules are
+      about; ``options``, what would keep the policy;
     * ``most``, the most exposed examples, and ``measures``, by which examples are flagged;
     * ``texts``, tokens text by text;
-    * ``live``, of a page that follows a run file: when it was written, in seconds since 1970; such a page has no table;
+    * ``live``, of a page that follows a run file: when it was written, in seconds since 1970; such
+      a page has no table;
     * ``priors``, questions beside the data's own prior; ``table``, the table of examples.
     """
     run, verdicts, policy = report.run, report.verdicts, report.policy
@@ -174,8 +179,8 @@ def render(report: Report, live: float | None = None) -> str:
     """The whole page; of a page that follows a run, the first screens.
 
     Guarantees:
-        * It loads nothing: a content security policy forbids every connection, and only the page's own script runs.
-          A page that follows a run asks its own server for news.
+        * It loads nothing: a content security policy forbids every connection, and only the page's
+          own script runs. A page that follows a run asks its own server for news.
         * Every string from the run is escaped.
     """
     context, public = context_of(report, live), report.run is None
@@ -185,7 +190,10 @@ def render(report: Report, live: float | None = None) -> str:
     shown = [section for section in shown if not (live and section.place == "fold")]
     contents = [(section, block(section.slug, context)) for section in shown]
     sections = [(section, content) for section, content in contents if content]
-    title, script = str(report.about("title") or "Leakage report"), Markup(asset("live.js" if live else "page.js"))
+    title, script = (
+        str(report.about("title") or "Leakage report"),
+        Markup(asset("live.js" if live else "page.js")),
+    )
     page = {**context, "sections": sections, "title": title, "script": script}
     return _environment().get_template("page.html").render(page | _dress(public))
 
@@ -215,7 +223,9 @@ def render_comparison(comparison: Comparison) -> str:
     if moves is not None:
         # by log(after / before); 0 where both bounds are 0 or infinite
         with np.errstate(divide="ignore", invalid="ignore"):
-            change = np.nan_to_num(np.log(moves.after) - np.log(moves.before), nan=0.0, posinf=np.inf, neginf=-np.inf)
+            change = np.nan_to_num(
+                np.log(moves.after) - np.log(moves.before), nan=0.0, posinf=np.inf, neginf=-np.inf
+            )
         down, up = np.argsort(change, kind="stable"), np.argsort(-change, kind="stable")
         context |= {
             "moved": moves,
@@ -223,7 +233,12 @@ def render_comparison(comparison: Comparison) -> str:
             "moved_up": [row for row in up[:MOST_MOVED] if change[row] > 0],
             "newly": [] if moves.newly_exposed is None else moves.ids[moves.newly_exposed].tolist(),
         }
-    return _environment().get_template("compared.html").render(context | _dress(comparison.redacted)).lstrip()
+    return (
+        _environment()
+        .get_template("compared.html")
+        .render(context | _dress(comparison.redacted))
+        .lstrip()
+    )
 
 
 def block(name: str, context: Mapping[str, object]) -> Markup:
@@ -244,7 +259,9 @@ def digest_of(text: str) -> str:
 
 def _dress(redacted: bool) -> dict[str, object]:
     """Who may read the page, as it stands above all else and on every sheet; and its style."""
-    label = "Public version: aggregates only" if redacted else "Confidential: made from private data"
+    label = (
+        "Public version: aggregates only" if redacted else "Confidential: made from private data"
+    )
     return {"label": label, "style": Markup(asset("page.css").replace("{{label}}", label))}
 
 
@@ -254,7 +271,11 @@ def _environment() -> Environment:
     environment = formats.templates()
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.tests["infinite"] = math.isinf
-    environment.globals |= {"large_delta": large_delta, "classes": baselines.CLASSES, "tones": charts.TONES}
+    environment.globals |= {
+        "large_delta": large_delta,
+        "classes": baselines.CLASSES,
+        "tones": charts.TONES,
+    }
     environment.globals["states"] = STATES
     environment.globals["ctime"] = time.ctime
     environment.filters |= {"named_level": named_level, "plainly": _plainly, "sha256": digest_of}
@@ -266,14 +287,17 @@ def _plainly(sentence: str) -> str:
     """What to do, without the code that does it; "" where nothing else is left.
 
     Example:
-        >>> _plainly("Choose σ for ε: make_private_with_epsilon(…)."), _plainly("Train without noise_seed=.")
+        >>> (
+        ...     _plainly("Choose σ for ε: make_private_with_epsilon(…)."),
+        ...     _plainly("Train without noise_seed=."),
+        ... )
         ('Choose σ for ε.', '')
     """
     said = sentence.partition(": ")[0].rstrip(".")
     return "" if re.search(r"\w[(=]", said) else f"{said}."
 
 
-# ---------------------------------------------------------------------- the folder: complete or not there
+# ---------------------------------------------------------------- the folder: complete or not there
 
 
 PAGE, SUMMARY, MARKER = "index.html", "summary.json", "torchfil-report"
@@ -290,25 +314,30 @@ def write_report(
     signature: Signature | None = None,
     digests: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write a report: ``index.html``, ``summary.json`` and, unless redacted, a table of all examples.
+    """Write a report: ``index.html``, ``summary.json`` and, unless redacted, a table of all
+    examples.
 
     Guarantees:
-        * The folder is replaced only when the new report is complete. A folder that is not a report is never replaced.
+        * The folder is replaced only when the new report is complete. A folder that is not a report
+          is never replaced.
         * Only the owner may read it (folder 0700, files 0600).
         * The page loads nothing from anywhere and opens from the disk.
-        * Redacted: no file holds an id, a value of one example, the data's hash or the seed; every number
-          rests on ``min_group`` examples or more. No noise is added: it is not a differentially
-          private release.
+        * Redacted: no file holds an id, a value of one example, the data's hash or the seed; every
+          number rests on ``min_group`` examples or more. No noise is added: it is not a
+          differentially private release.
 
     Args:
         run: What to report.
         directory: The folder to write; missing folders above it are made.
         redacted: Whether to write the version that may be published.
         min_group: The least number of examples behind a number of the redacted version, at least 2.
-        policy: Thresholds (:func:`torchfil.gate.policy.load_policy`): the page begins with the verdict. None: those of
-            the template (:func:`torchfil.gate.gate.default_policy`), which the page then names.
-        signature: Who signed the run (:func:`torchfil.report.signature.verify`); None: the page says that nobody did.
-        digests: SHA-256 by name (run file, policy, weights), for the sheet to sign; a redacted page has none.
+        policy: Thresholds (:func:`torchfil.gate.policy.load_policy`): the page begins with the
+            verdict. None: those of the template (:func:`torchfil.gate.gate.default_policy`), which
+            the page then names.
+        signature: Who signed the run (:func:`torchfil.report.signature.verify`); None: the page
+            says that nobody did.
+        digests: SHA-256 by name (run file, policy, weights), for the sheet to sign; a redacted page
+            has none.
 
     Returns:
         The path of ``index.html``.
@@ -319,7 +348,9 @@ def write_report(
     with _replaced_folder(Path(directory)) as folder:
         # every example, with a digest for the page, which is signed by hand
         if not redacted:
-            write_csv_parts(folder / "leakage.csv", map(leakage_columns, run.slices(_AT_ONCE)), digits=7)
+            write_csv_parts(
+                folder / "leakage.csv", map(leakage_columns, run.slices(_AT_ONCE)), digits=7
+            )
             files["leakage.csv"] = f"every {run.unit.one}"
             shown["leakage.csv"] = file_sha256(folder / "leakage.csv")
 
@@ -336,7 +367,9 @@ def write_report(
             "signed_by": None if signature is None else signature.signer,
             "files": files,
         }
-        text = json.dumps(json_ready(content, for_people=True), indent=1, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(
+            json_ready(content, for_people=True), indent=1, ensure_ascii=False, allow_nan=False
+        )
         (folder / SUMMARY).write_text(text, encoding="utf-8")
 
         # the page comes last: it names the files beside it
@@ -344,20 +377,29 @@ def write_report(
     return Path(directory) / PAGE
 
 
-def report_of(run: SavedRun, policy: Policy | None, *, redacted: bool = False, min_group: int = 10) -> Report:
+def report_of(
+    run: SavedRun, policy: Policy | None, *, redacted: bool = False, min_group: int = 10
+) -> Report:
     """The material of a page; the arguments are those of :func:`write_report`."""
     for name in ("fil", "mse_bound"):
-        lacks = f"the run has no column {name!r}, which a report is about; it has {sorted(run.columns)}"
-        require(name in run.columns, lacks)
+        if name not in run.columns:
+            raise ValueError(
+                f"the run has no column {name!r}, which a report is about; it has "
+                f"{sorted(run.columns)}"
+            )
     # a verdict may hang on a single example
-    require(policy is None or not redacted, "A public page carries no verdict; drop policy= or redacted=True.")
+    if policy is not None and redacted:
+        raise ValueError("A public page carries no verdict; drop policy= or redacted=True.")
     judging, verdicts = (None, None) if redacted else _judged(run, policy)
     summary = summarise(run, redacted=redacted, min_group=min_group, policy=judging)
     return Report(summary, None if redacted else run, {}, {}, verdicts, judging, None)
 
 
 def _judged(run: SavedRun, policy: Policy | None) -> tuple[Policy, list[Verdict] | None]:
-    """The policy, or the default one, and its verdicts; None where nobody gave one and the run keeps too little."""
+    """The policy, or the default one, and its verdicts.
+
+    None where nobody gave one and the run keeps too little.
+    """
     judging = policy or default_policy(run)
     try:
         return judging, check(run, judging)
@@ -369,7 +411,9 @@ def _judged(run: SavedRun, policy: Policy | None) -> tuple[Policy, list[Verdict]
 
 @contextlib.contextmanager
 def _replaced_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside ``target`` that takes its place at the end, and vanishes if anything fails."""
+    """A new folder beside ``target`` that takes its place at the end, and vanishes if anything
+    fails.
+    """
     target = target.resolve()
     check_replaceable(target)
     with explain_disk_full(target), temporary_beside(target, folder=True) as temporary:
@@ -406,5 +450,7 @@ def check_replaceable(target: Path) -> None:
             own_files = {PAGE, SUMMARY, *summary["files"]}
     foreign = sorted(path.name for path in target.iterdir() if path.name not in own_files)
     if foreign:
-        found = f"{', '.join(foreign[:3])}{' …' if len(foreign) > 3 else ''}, which is no part of a report"
-        raise FileExistsError(f"{target} holds {found}, and is not replaced; name a new folder")
+        raise FileExistsError(
+            f"{target} holds {', '.join(foreign[:3])}{' …' if len(foreign) > 3 else ''}, which is "
+            "no part of a report, and is not replaced; name a new folder"
+        )

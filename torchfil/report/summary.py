@@ -1,4 +1,7 @@
-"""What the report says of all examples together; the only thing that a redacted report is made from."""
+"""What the report says of all examples together.
+
+The only thing that a redacted report is made from.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,15 @@ from torchfil.report.groups import Grouping, summarise_groups
 from torchfil.report.signature import Signature
 from torchfil.run import baselines
 from torchfil.run import statistics as stats
-from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun, audited_epsilon, jumps_of, value_at
+from torchfil.run.saved_run import (
+    AttackRecord,
+    QuestionRecord,
+    SavedRun,
+    audited_epsilon,
+    jumps_of,
+    value_at,
+)
 from torchfil.run.unit import Facts
-from torchfil.utils.errors import require
 
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
 FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
@@ -25,27 +34,39 @@ _MECHANISM = """unit unit_names row_reduction rows_per_owner
     sigma l2 releases noise_multiplier max_grad_norm clip noise sample_rate expected_batch_size steps poisson
     stream amplification estimator num_probes probe_precision fil_rate rel_error steps_paused loss"""
 PUBLIC = {
-    **dict.fromkeys(("kind", "title", "created", "epsilon", "delta", "accountant", "exact", "unit_of_inputs")),
+    **dict.fromkeys(
+        ("kind", "title", "created", "epsilon", "delta", "accountant", "exact", "unit_of_inputs")
+    ),
     "model": ("class", "name", "num_parameters", "not_smooth"),
     "dataset": ("num_examples", "num_coordinates", "input_shape", "input_range"),
     "mechanism": tuple(_MECHANISM.split()),
     "versions": ("torchfil", "torch", "opacus", "python"),
-    # neither how many pilots there were nor whether their target was met: both rest on the most exposed example;
-    # nothing of "equalised", whose target may be read off an example
+    # neither how many pilots there were nor whether their target was met: both rest on the most
+    # exposed example; nothing of "equalised", whose target may be read off an example
     "noise_choice": ("target", "confidence"),
     "merged": ("runs", "epsilon_of_all"),
     # canaries are not people; but some copy an example's inputs, and a rate may rest on few of them
-    "audit": ("epsilon", "claimed", "num_canaries", "kind", "confidence", "p_value", "exceeds_claim", "ceiling"),
+    "audit": (
+        "epsilon",
+        "claimed",
+        "num_canaries",
+        "kind",
+        "confidence",
+        "p_value",
+        "exceeds_claim",
+        "ceiling",
+    ),
 }
 
 
 @dataclass(frozen=True)
 class ExposureLevel:
-    """A typical example at one level of exposure: geometric means over ``examples`` neighbours in rank.
+    """A typical example at one level of exposure: geometric means over ``examples`` neighbours in
+    rank.
 
-    ``ratio`` is the root of the bound's lower end (of the bound where there is none) over a typical blind guess's
-    error; None where that is not known, and in public where it is made from the data: beside the bound it would tell
-    the data's deviation.
+    ``ratio`` is the root of the bound's lower end (of the bound where there is none) over a typical
+    blind guess's error; None where that is not known, and in public where it is made from the data:
+    beside the bound it would tell the data's deviation.
     """
 
     level: float
@@ -58,20 +79,21 @@ class ExposureLevel:
 
 @dataclass(frozen=True)
 class AttributeSummary:
-    """By how much an unbiased guess of an attribute is off at least, by level of exposure, and beside a blind guess.
+    """By how much an unbiased guess of an attribute is off at least, by level of exposure, and
+    beside a blind guess.
 
     Attributes:
         name: The attribute.
         unit: Of ``error`` and ``blind``.
-        error: ± in its own unit (root mean square). Empty in public where the blind guess is made from the data: error
-            over ratio would tell the data's deviation.
-        lower_end: Whether all of it is made from the lower ends of the errors' 95 % intervals, otherwise from the
-            errors.
+        error: ± in its own unit (root mean square). Empty in public where the blind guess is made
+            from the data: error over ratio would tell the data's deviation.
+        lower_end: Whether all of it is made from the lower ends of the errors' 95 % intervals,
+            otherwise from the errors.
         ratio: The same of errors over a blind guess's; empty where that is not known.
-        exposed: For how many examples the ratio is below 1 (:mod:`torchfil.run.baselines`); None where that is not
-            known.
-        blind: What a blind guess errs by, of the most exposed example; None where it is not known, and in public where
-            it is made from the data.
+        exposed: For how many examples the ratio is below 1 (:mod:`torchfil.run.baselines`); None
+            where that is not known.
+        blind: What a blind guess errs by, of the most exposed example; None where it is not known,
+            and in public where it is made from the data.
         levels: Of a categorical attribute, the share of each level; always empty in public.
     """
 
@@ -87,9 +109,12 @@ class AttributeSummary:
 
 @dataclass(frozen=True)
 class AttackSummary:
-    """An attack: achieved error over the bound, by level; below 1 the attack did better than the bound.
+    """An attack: achieved error over the bound, by level.
 
-    Examples whose bound is not finite have no ratio: they were not measured, or nothing of them leaked.
+    Below 1 the attack did better than the bound.
+
+    Examples whose bound is not finite have no ratio: they were not measured, or nothing of them
+    leaked.
 
     Attributes:
         name: Of the attack.
@@ -116,7 +141,8 @@ class AttackSummary:
 
 @dataclass(frozen=True)
 class QuestionSummary:
-    """How well any attacker can tell the true answer: the largest true-positive rate at 1 % false positives, by level.
+    """How well any attacker can tell the true answer: the largest true-positive rate at 1 % false
+    positives, by level.
 
     Of every example its worst answer counts, at the upper end of its 95 % interval.
     """
@@ -131,15 +157,15 @@ class QuestionSummary:
 class Summary:
     """All of it. With ``smallest`` > 1 it holds nothing about fewer examples than that.
 
-    ``lowest_end`` is the geometric mean of the ``smallest`` lowest ``mse_bound_low`` of the measured examples; NaN if
-    one is not known (redacted: 0 for that one), None where the run has none or too few.
-    A redacted summary gives it as the low end of the most exposed too, for their own would be a mean over nearly the
-    same examples, and the two would differ by few.
+    ``lowest_end`` is the geometric mean of the ``smallest`` lowest ``mse_bound_low`` of the
+    measured examples; NaN if one is not known (redacted: 0 for that one), None where the run has
+    none or too few. A redacted summary gives it as the low end of the most exposed too, for their
+    own would be a mean over nearly the same examples, and the two would differ by few.
 
-    ``classes`` has how many examples are in each class of exposure, HALF, BELOW, BEYOND and UNTOLD of
-    :mod:`torchfil.run.baselines`; UNTOLD alone where no blind guess is known. ``exposed`` is the first two together.
-    ``blind`` is a typical blind guess's error, and ``knows`` what it answers; in public both are None where they are
-    made from the data, and so are the ratios to it.
+    ``classes`` has how many examples are in each class of exposure, HALF, BELOW, BEYOND and UNTOLD
+    of :mod:`torchfil.run.baselines`; UNTOLD alone where no blind guess is known. ``exposed`` is the
+    first two together. ``blind`` is a typical blind guess's error, and ``knows`` what it answers;
+    in public both are None where they are made from the data, and so are the ratios to it.
     """
 
     redacted: bool
@@ -172,26 +198,42 @@ class Summary:
 
     @property
     def closest(self) -> AttributeSummary | None:
-        """The attribute that can be estimated most closely beside a blind guess; categories have no ±."""
-        known = [attribute for attribute in self.tracked if "0" in attribute.ratio and not attribute.levels]
+        """The attribute that can be estimated most closely beside a blind guess.
+
+        Categories have no ±.
+        """
+        known = [
+            attribute
+            for attribute in self.tracked
+            if "0" in attribute.ratio and not attribute.levels
+        ]
         return min(known, key=lambda attribute: attribute.ratio["0"], default=None)
 
     @property
     def ranked(self) -> list[AttributeSummary]:
-        """The same, the most exposed first; empty where neither ratios nor errors in one unit compare them."""
+        """The same, the most exposed first.
+
+        Empty where neither ratios nor errors in one unit compare them.
+        """
         if all(a.ratio for a in self.tracked):
             return sorted(self.tracked, key=lambda a: min(a.ratio.values()))
         alike = len({a.unit for a in self.tracked}) == 1 and all(a.error for a in self.tracked)
         return sorted(self.tracked, key=lambda a: min(a.error.values())) if alike else []
 
 
-def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, policy: Policy | None = None) -> Summary:
-    """The summary of a run; with ``redacted``, nothing in it rests on fewer than ``min_group`` examples.
+def summarise(
+    run: SavedRun, *, redacted: bool = False, min_group: int = 10, policy: Policy | None = None
+) -> Summary:
+    """The summary of a run.
 
-    A redacted summary also drops the hash of the data and the probes' seed: who knows all other examples could try
-    values of the last until the hash fits, and repeat every probe. What ``policy`` states of a blind guess counts.
+    With ``redacted``, nothing in it rests on fewer than ``min_group`` examples.
+
+    A redacted summary also drops the hash of the data and the probes' seed: who knows all other
+    examples could try values of the last until the hash fits, and repeat every probe. What
+    ``policy`` states of a blind guess counts.
     """
-    require(min_group >= 2, f"min_group={min_group} must be at least 2: a group of one is an example")
+    if not min_group >= 2:
+        raise ValueError(f"min_group={min_group} must be at least 2: a group of one is an example")
     smallest = min_group if redacted else 1
     status = baselines.status_of(run)
     measured = status != baselines.NOT_MEASURED
@@ -215,12 +257,18 @@ def summarise(run: SavedRun, *, redacted: bool = False, min_group: int = 10, pol
         lower_bounds=stats.published_count(int((status == baselines.LOWER_BOUND).sum()), smallest),
         blind=blind,
         knows=None if blind is None or spread is None else spread.knows,
-        classes=class_counts(run, None if ratios is None else baselines.classes_of_ratios(ratios), smallest),
-        exposed=None if ratios is None else stats.published_count(int((ratios < 1).sum()), smallest),
+        classes=class_counts(
+            run, None if ratios is None else baselines.classes_of_ratios(ratios), smallest
+        ),
+        exposed=None
+        if ratios is None
+        else stats.published_count(int((ratios < 1).sum()), smallest),
         exposure=_exposure(fil, bound, low, lowest_end, blind, smallest),
         lowest_end=lowest_end,
         bounds={name: run.bounds[name] for name in ("rdp_mse_bound", "rero") if name in run.bounds},
-        mse_histogram=stats.histogram(bound, smallest, fineness=8 if redacted else 12, origin=blind and blind**2),
+        mse_histogram=stats.histogram(
+            bound, smallest, fineness=8 if redacted else 12, origin=blind and blind**2
+        ),
         ratio_histogram=None if ratios is None or redacted else _ratio_histogram(ratios),
         epsilon=_epsilon(run, smallest),
         attributes=_attributes(run, smallest, policy),
@@ -240,7 +288,9 @@ def _epsilon(run: SavedRun, smallest: int) -> dict[str, float]:
     if limit is not None and not own.max(initial=0.0) <= limit * (1 + 1e-9):
         limit = None
     levels = stats.levels_of(-own, smallest, sign=-1)
-    return levels if limit is None else {level: min(value, limit) for level, value in levels.items()}
+    return (
+        levels if limit is None else {level: min(value, limit) for level, value in levels.items()}
+    )
 
 
 def _public(about: Facts) -> Facts:
@@ -258,36 +308,56 @@ def _public(about: Facts) -> Facts:
 
 
 def _exposure(
-    fil: np.ndarray, bound: np.ndarray, low: np.ndarray | None, lowest: float | None, blind: float | None, smallest: int
+    fil: np.ndarray,
+    bound: np.ndarray,
+    low: np.ndarray | None,
+    lowest: float | None,
+    blind: float | None,
+    smallest: int,
 ) -> list[ExposureLevel]:
     """The levels, the most exposed first, whose low end in public is the lowest of all."""
     order, rows = np.argsort(-fil, kind="stable"), list[ExposureLevel]()
     for level, window in stats.windows(len(fil), LEVELS, smallest).items():
         columns = [(fil, 1), (bound, 2), *([] if low is None else [(low, 2)])]
-        means = [stats.geometric_mean(values[order[window]], smallest, power) for values, power in columns]
-        row = ExposureLevel(level, len(order[window]), *(stats.rounded(mean, smallest) for mean in means))
+        means = [
+            stats.geometric_mean(values[order[window]], smallest, power)
+            for values, power in columns
+        ]
+        row = ExposureLevel(
+            level, len(order[window]), *(stats.rounded(mean, smallest) for mean in means)
+        )
         if smallest > 1 and not rows:
             row = replace(row, mse_bound_low=lowest)
         if blind is not None:
             error = math.sqrt(row.mse_bound if row.mse_bound_low is None else row.mse_bound_low)
-            row = replace(row, ratio=stats.rounded(float(baselines.ratio_to_blind_guess(error, blind)), smallest))
+            row = replace(
+                row,
+                ratio=stats.rounded(float(baselines.ratio_to_blind_guess(error, blind)), smallest),
+            )
         rows.append(row)
     return rows
 
 
 def _ratio_histogram(ratios: np.ndarray) -> stats.Histogram | None:
-    """Counts of ratios, eight bins an octave: ½ and 1 are edges, and belong to the class above them.
+    """Counts of ratios, eight bins an octave: ½ and 1 are edges, and belong to the class above
+    them.
 
-    Never in public: beside the bounds' histogram, which counts nearly the same on another grid, it would tell of few.
+    Never in public: beside the bounds' histogram, which counts nearly the same on another grid, it
+    would tell of few.
     """
     told = ratios[~np.isnan(ratios)] * (1 + 1e-6)
     return stats.histogram(told, 1, fineness=8 / math.log10(2), origin=1.0)
 
 
 def class_counts(run: SavedRun, classes: np.ndarray | None, smallest: int) -> dict[int, int | str]:
-    """How many examples are in each class of exposure, [n]; where these are None, how many are untold."""
+    """How many examples are in each class of exposure, [n].
+
+    Where these are None, how many are untold.
+    """
     if classes is None:
-        return {baselines.UNTOLD: stats.published_count(int((~baselines.is_told(run)).sum()), smallest)}
+        return {
+            baselines.UNTOLD: stats.published_count(int((~baselines.is_told(run)).sum()), smallest)
+        }
     counts = np.bincount(classes, minlength=len(baselines.CLASSES)).tolist()
     return {each: stats.published_count(counts[each], smallest) for each in baselines.CLASSES}
 
@@ -297,28 +367,45 @@ def _lowest_end(low: np.ndarray | None, smallest: int) -> float | None:
         return None
     if smallest > 1:  # in public, one example without a lower end must not show as such
         low = np.where(np.isnan(low), 0.0, low)
-    return math.nan if np.isnan(low).any() else stats.levels_of(low, smallest, levels=(0.0,), power=2).get("0")
+    return (
+        math.nan
+        if np.isnan(low).any()
+        else stats.levels_of(low, smallest, levels=(0.0,), power=2).get("0")
+    )
 
 
 def _question(question: QuestionRecord, measured: np.ndarray, smallest: int) -> QuestionSummary:
     rates = question.rate(FALSE_POSITIVE_RATE)[measured]
-    above = {f"{level:g}": stats.published_count(int((rates > level).sum()), smallest) for level in (0.05, 0.1, 0.5)}
-    return QuestionSummary(question.name, question.answers, stats.levels_of(-rates, smallest, sign=-1), above)
+    above = {
+        f"{level:g}": stats.published_count(int((rates > level).sum()), smallest)
+        for level in (0.05, 0.1, 0.5)
+    }
+    return QuestionSummary(
+        question.name, question.answers, stats.levels_of(-rates, smallest, sign=-1), above
+    )
 
 
 def _history(history: dict[str, np.ndarray], redacted: bool) -> dict[str, list[float]]:
     """Series over steps; redacted: only ε, for a median or a maximum is one example's value."""
     kept = ("step", "epsilon") if redacted else tuple(history)
-    series = {name: np.asarray(history[name], dtype=np.float64).tolist() for name in kept if name in history}
+    series = {
+        name: np.asarray(history[name], dtype=np.float64).tolist()
+        for name in kept
+        if name in history
+    }
     return series if len(series) > 1 else {}
 
 
 def _attributes(run: SavedRun, smallest: int, policy: Policy | None) -> list[AttributeSummary]:
-    """One summary an attribute, in their order, over the told examples; none where they were not tracked."""
+    """One summary an attribute, in their order, over the told examples.
+
+    None where they were not tracked.
+    """
     if run.attributes is None:
         return []
 
-    # where the blind guess is made from the data, an error beside its ratio would tell the data's deviation
+    # where the blind guess is made from the data, an error beside its ratio would tell the data's
+    # deviation
     stated = (None, None) if policy is None else (policy.attribute_spread, policy.blind_error)
     blind, spread = baselines.blind_errors(run, *stated), run.baselines
     told, public = baselines.is_told(run), smallest > 1
@@ -332,7 +419,11 @@ def _attributes(run: SavedRun, smallest: int, policy: Policy | None) -> list[Att
         # an error, its ratio and the blind guess beside them are the same example's
         rank = errors if np.isnan(ratios).all() else ratios
         known = told & ~np.isnan(rank)
-        rank, errors, guess = rank[known], np.nan_to_num(errors[known], posinf=math.inf), blind[codes[known], j]
+        rank, errors, guess = (
+            rank[known],
+            np.nan_to_num(errors[known], posinf=math.inf),
+            blind[codes[known], j],
+        )
         own = float(guess[rank.argmin()]) if len(rank) else math.nan
         ratios = ratios[~np.isnan(ratios)]
         exposed = stats.published_count(int((ratios < 1).sum()), smallest)
@@ -378,8 +469,9 @@ def _attack(attack: AttackRecord, smallest: int) -> AttackSummary:
 
 # ---------------------------------------------------------------------- the material of a page
 
-# A training run, the mean over several (``about["merged"]``), or a linear model's release (``about["kind"]``): what is
-# random, and how certain the numbers are, differs. All blocks of the page take these words from here.
+# A training run, the mean over several (``about["merged"]``), or a linear model's release
+# (``about["kind"]``): what is random, and how certain the numbers are, differs. All blocks of the
+# page take these words from here.
 
 
 @dataclass(frozen=True)
@@ -429,27 +521,48 @@ class Report:
         """Where a number comes from, after "that is"."""
         if self.is_linear:
             return "computed in closed form, without error"
-        return "an estimate from one run" if self.runs == 1 else f"an estimate from {self.runs} runs together"
+        return (
+            "an estimate from one run"
+            if self.runs == 1
+            else f"an estimate from {self.runs} runs together"
+        )
 
     @functools.cached_property
     def ratios(self) -> np.ndarray | None:
-        """The least error of every example over a blind guess's, [n], NaN where untold; None: no blind guess is known.
+        """The least error of every example over a blind guess's, [n], NaN where untold.
+
+        None: no blind guess is known.
 
         Not of a public page.
         """
         assert self.run is not None
-        return baselines.error_ratios(self.run, None if self.policy is None else self.policy.blind_error)
+        return baselines.error_ratios(
+            self.run, None if self.policy is None else self.policy.blind_error
+        )
 
     @functools.cached_property
     def blind_errors(self) -> np.ndarray:
-        """What a blind guess of every attribute is off by, by public class, [c, k]; what a policy states counts."""
+        """What a blind guess of every attribute is off by, by public class, [c, k].
+
+        What a policy states counts.
+        """
         assert self.run is not None
-        stated = (None, None) if self.policy is None else (self.policy.attribute_spread, self.policy.blind_error)
+        stated = (
+            (None, None)
+            if self.policy is None
+            else (self.policy.attribute_spread, self.policy.blind_error)
+        )
         return baselines.blind_errors(self.run, *stated)
 
 
 def named_level(level: float, summary: Summary) -> str:
-    """A level of exposure in words: "5 % are more exposed", or in public "the 10 most exposed together"."""
+    """A level of exposure in words: "5 % are more exposed", or in public "the 10 most exposed
+    together".
+    """
     if level == 0:
-        return f"the {summary.smallest} most exposed together" if summary.redacted else "the most exposed"
+        return (
+            f"the {summary.smallest} most exposed together"
+            if summary.redacted
+            else "the most exposed"
+        )
     return "half are more exposed" if level == 0.5 else f"{100 * level:g} % are more exposed"

@@ -14,19 +14,26 @@ from torchfil.run.statistics import Histogram, round_step
 from torchfil.utils.text import visible
 
 FULL, HALF = 1060, 500  # widths
-MULTIPLES = (1, 0.5, 10, 100, 0.1, 1000, 2, 0.25, 5, 1e4, 0.01, 1e5, 1e6)  # of a blind guess's error, as room allows
+# of a blind guess's error, as room allows
+MULTIPLES = (1, 0.5, 10, 100, 0.1, 1000, 2, 0.25, 5, 1e4, 0.01, 1e5, 1e6)
 _MOST_LETTERS = 34  # of a name
 
 
 def _tag(name: str, /, *children: str, **attributes: object) -> Markup:
-    """An element; texts are escaped, ``class_`` is class, ``text_anchor`` is text-anchor, None is left out."""
+    """An element; texts are escaped, ``class_`` is class, ``text_anchor`` is text-anchor, None is
+    left out.
+    """
 
     def safe(value: object) -> Markup:
         if isinstance(value, Markup):
             return value
         return escape(f"{value:.1f}" if isinstance(value, float) else visible(str(value)))
 
-    pairs = [(key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value is not None]
+    pairs = [
+        (key.rstrip("_").replace("_", "-"), value)
+        for key, value in attributes.items()
+        if value is not None
+    ]
     written = "".join(f' {key}="{safe(value)}"' for key, value in pairs)
     inside = "".join(safe(child) for child in children)
     return Markup(f"<{name}{written}>{inside}</{name}>" if children else f"<{name}{written}/>")
@@ -70,7 +77,10 @@ class Scale:
     def ticks(self, most: int) -> list[float]:
         """At most about ``most`` round values within the scale."""
         if self.log:
-            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+            first, last = (
+                math.ceil(math.log10(self.low) - 1e-9),
+                math.floor(math.log10(self.high) + 1e-9),
+            )
             if last - first >= 2:
                 step = max(1, math.ceil((last - first) / max(most - 1, 1)))
                 return [10.0**power for power in range(first, last + 1, step)]
@@ -95,15 +105,16 @@ def histogram(
 
     A bar's area is its count, so that merged bins do not look larger than they are.
 
-    The scale at the right counts examples in a bar of the narrowest width: of bars that are equally wide, their counts.
+    The scale at the right counts examples in a bar of the narrowest width: of bars that are equally
+    wide, their counts.
 
     Args:
         bins: k bins.
         what: What is counted.
         axis: The name of the values.
         mark: A vertical line at a value, with its name; outside the edges it widens the axis.
-        tones: The class of every bar, [k]; the values then are multiples of a blind guess's error, whose ticks are
-            ¼, ½, 1×, 2× and so on.
+        tones: The class of every bar, [k]; the values then are multiples of a blind guess's error,
+            whose ticks are ¼, ½, 1×, 2× and so on.
     """
     height, floor, right = 214, 170, FULL - 46
     points = [*bins.edges, *([mark[0]] if mark else [])]
@@ -179,7 +190,9 @@ def intervals(rows: Sequence[Row], *, axis: str, shares: bool = False) -> Markup
 
 
 def _multiples(x: Scale) -> list[tuple[float, str]]:
-    """Ticks in units of a blind guess's error, those that matter first, as many as there is room for."""
+    """Ticks in units of a blind guess's error, those that matter first, as many as there is room
+    for.
+    """
     words, shown = {0.25: "¼", 0.5: "½"}, list[float]()
     for value in MULTIPLES:
         if x.low <= value <= x.high and all(abs(x(value) - x(other)) >= 38 for other in shown):
@@ -192,7 +205,10 @@ def _numbers(x: Scale) -> list[tuple[float, str]]:
 
 
 def _x_axis(x: Scale, floor: float, name: str, ticks: Iterable[tuple[float, str]]) -> list[Markup]:
-    parts = [_line(x.start, x.end, floor, floor, "base"), _text(x.end, floor + 37, name, "axis", anchor="end")]
+    parts = [
+        _line(x.start, x.end, floor, floor, "base"),
+        _text(x.end, floor + 37, name, "axis", anchor="end"),
+    ]
     for value, text in ticks:
         parts.append(_line(x(value), x(value), floor, floor + 4, "base"))
         parts.append(_text(x(value), floor + 18, text, "tick", anchor="middle"))
@@ -200,7 +216,9 @@ def _x_axis(x: Scale, floor: float, name: str, ticks: Iterable[tuple[float, str]
 
 
 def _svg(width: float, height: float, parts: Iterable[Markup]) -> Markup:
-    return _tag("svg", *parts, viewBox=f"0 0 {width:g} {height:g}", width=f"{width:g}", height=f"{height:g}")
+    return _tag(
+        "svg", *parts, viewBox=f"0 0 {width:g} {height:g}", width=f"{width:g}", height=f"{height:g}"
+    )
 
 
 def _text(x: float, y: float, text: str, class_: str, *, anchor: str | None = None) -> Markup:

@@ -1,12 +1,14 @@
-"""What a number is measured against: a blind guess, which knows everything public and not the model.
+"""What a number is measured against: a blind guess, which knows everything public and not the
+model.
 
-An error of 0.3 says nothing by itself. A blind guess answers the best that public values allow: the mean of the
-example's label, or a linear fit on known columns (:class:`~torchfil.run.saved_run.Baselines`). What it is off by (root
-mean square) is known for every public class, and so for every example. The **ratio** of an error is the error over that
-of the blind guess.
+An error of 0.3 says nothing by itself. A blind guess answers the best that public values allow: the
+mean of the example's label, or a linear fit on known columns
+(:class:`~torchfil.run.saved_run.Baselines`). What it is off by (root mean square) is known for
+every public class, and so for every example. The **ratio** of an error is the error over that of
+the blind guess.
 
-One rule says who is exposed, in page, gate, ``compare``, table and terminal. By the lower end of the error's 95 %
-interval (the error itself where no end is kept), an example is
+One rule says who is exposed, in page, gate, ``compare``, table and terminal. By the lower end of
+the error's 95 % interval (the error itself where no end is kept), an example is
 
 ====================  ==================================================================================
 :data:`HALF`          protected only to half a blind guess's error or less
@@ -21,8 +23,8 @@ interval (the error itself where no end is kept), an example is
 2. the baselines that the run file keeps,
 3. the range [a, b] of the inputs: always answering the middle is off by (b − a)/2 at most.
 
-None of the three: None, and no ratio is told. Baselines are made from private data: they stay out of public pages,
-which may show counts of many examples together.
+None of the three: None, and no ratio is told. Baselines are made from private data: they stay out
+of public pages, which may show counts of many examples together.
 """
 
 from __future__ import annotations
@@ -50,25 +52,34 @@ _AT_ONCE = 2**16  # rows whose attributes are in memory together
 
 
 def range_error(about: Facts) -> float | None:
-    """(b − a)/2: what answering (a + b)/2 is never off by more than, for inputs in [a, b]; None where none is known.
+    """(b − a)/2: what answering (a + b)/2 is never off by more than, for inputs in [a, b].
+
+    None where none is known.
 
     Example:
         >>> range_error({"dataset": {"input_range": [0.0, 1.0]}})
         0.5
     """
     ends = (about.get("dataset") or {}).get("input_range")
-    if not isinstance(ends, list | tuple) or len(ends) != 2 or not -math.inf < ends[0] < ends[1] < math.inf:
+    if (
+        not isinstance(ends, list | tuple)
+        or len(ends) != 2
+        or not -math.inf < ends[0] < ends[1] < math.inf
+    ):
         return None
     return float(ends[1] - ends[0]) / 2
 
 
 def public_classes(run: SavedRun) -> np.ndarray:
-    """The place of each example's public class among those of the baselines, [n]; 0 where there is one for all."""
+    """The place of each example's public class among those of the baselines, [n]; 0 where there is
+    one for all.
+    """
     return np.asarray(run.columns.get("public_class", np.zeros(len(run), dtype=np.int64)))
 
 
 def blind_error_of_inputs(run: SavedRun, stated: float | None = None) -> np.ndarray | None:
-    """What a blind guess of one input is off by (root mean square over inputs), in the inputs' unit, [n].
+    """What a blind guess of one input is off by (root mean square over inputs), in the inputs'
+    unit, [n].
 
     None: not known. 0 where nothing is left to guess.
 
@@ -88,15 +99,21 @@ def typical_blind_error(run: SavedRun, stated: float | None = None) -> float | N
     return None if errors is None or not len(errors) else float(np.sqrt(np.mean(errors**2)))
 
 
-def blind_errors(run: SavedRun, stated: Mapping[str, float] | None = None, inputs: float | None = None) -> np.ndarray:
-    """What a blind guess of every attribute is off by (root mean square), by public class, [c, k]; NaN: not known.
+def blind_errors(
+    run: SavedRun, stated: Mapping[str, float] | None = None, inputs: float | None = None
+) -> np.ndarray:
+    """What a blind guess of every attribute is off by (root mean square), by public class, [c, k].
 
-    In the attribute's unit; 0 for an attribute that never differs within a class: nothing about it is left to guess.
+    NaN: not known.
+
+    In the attribute's unit; 0 for an attribute that never differs within a class: nothing about it
+    is left to guess.
 
     Args:
         run: A saved run with attributes.
         stated: By attribute, what the caller knows of it.
-        inputs: What the caller knows of a blind guess of an input; it stands in for attributes without a baseline.
+        inputs: What the caller knows of a blind guess of an input; it stands in for attributes
+            without a baseline.
     """
     assert run.attributes is not None
     of_inputs = inputs if inputs is not None else range_error(run.about)
@@ -110,7 +127,9 @@ def blind_errors(run: SavedRun, stated: Mapping[str, float] | None = None, input
 
 
 def ratio_to_blind_guess(error: ArrayLike, blind: ArrayLike) -> np.ndarray:
-    """error/blind, in the shape of both; NaN where either is not known, infinite where nothing is left to guess.
+    """error/blind, in the shape of both.
+
+    NaN where either is not known, infinite where nothing is left to guess.
 
     Example:
         >>> ratio_to_blind_guess([0.19, 3.0, np.inf], 0.5).tolist()
@@ -121,8 +140,11 @@ def ratio_to_blind_guess(error: ArrayLike, blind: ArrayLike) -> np.ndarray:
         return np.where(guess == 0, math.inf, errors / guess)
 
 
-def attribute_ratio_parts(run: SavedRun, errors: ByExample, blind: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-    """Errors of attributes over those of a blind guess, a part of the examples after the other: which, and [rows, k].
+def attribute_ratio_parts(
+    run: SavedRun, errors: ByExample, blind: np.ndarray
+) -> Iterator[tuple[slice, np.ndarray]]:
+    """Errors of attributes over those of a blind guess, a part of the examples after the other:
+    which, and [rows, k].
 
     Args:
         run: A saved run with attributes.
@@ -132,7 +154,10 @@ def attribute_ratio_parts(run: SavedRun, errors: ByExample, blind: np.ndarray) -
     codes = public_classes(run) if len(blind) > 1 else np.zeros(len(run), dtype=np.int64)
     for start in range(0, len(run), _AT_ONCE):
         rows = slice(start, start + _AT_ONCE)
-        yield rows, ratio_to_blind_guess(np.asarray(errors[rows], dtype=np.float64), blind[codes[rows]])
+        yield (
+            rows,
+            ratio_to_blind_guess(np.asarray(errors[rows], dtype=np.float64), blind[codes[rows]]),
+        )
 
 
 def is_told(run: SavedRun) -> np.ndarray:
@@ -145,7 +170,9 @@ def is_told(run: SavedRun) -> np.ndarray:
 
 
 def error_ratios(run: SavedRun, stated: float | None = None) -> np.ndarray | None:
-    """The least error of an unbiased estimate (lower end) over that of a blind guess, [n]; NaN where untold.
+    """The least error of an unbiased estimate (lower end) over that of a blind guess, [n].
+
+    NaN where untold.
 
     None: what a blind guess errs by is not known.
 
@@ -173,7 +200,10 @@ def classes_of_ratios(ratios: ArrayLike) -> np.ndarray:
 
 
 def exposure_of(run: SavedRun, stated: float | None = None) -> np.ndarray | None:
-    """The class of every example, by all its inputs together, uint8 [n]; None: no blind guess is known."""
+    """The class of every example, by all its inputs together, uint8 [n].
+
+    None: no blind guess is known.
+    """
     ratios = error_ratios(run, stated)
     return None if ratios is None else classes_of_ratios(ratios)
 
@@ -181,7 +211,8 @@ def exposure_of(run: SavedRun, stated: float | None = None) -> np.ndarray | None
 def attribute_ratios(run: SavedRun, attribute: int, blind: np.ndarray) -> np.ndarray:
     """The least error of an estimate of one attribute over that of a blind guess, [n].
 
-    NaN where the example is untold, its attributes were not tracked (``fil_ids``) or no blind guess is known.
+    NaN where the example is untold, its attributes were not tracked (``fil_ids``) or no blind guess
+    is known.
 
     Args:
         run: A saved run with attributes.
@@ -192,11 +223,15 @@ def attribute_ratios(run: SavedRun, attribute: int, blind: np.ndarray) -> np.nda
     errors = np.asarray(run.attributes.shown[:, attribute], dtype=np.float64)
     tracked = ~np.isnan(np.asarray(run.attributes.error[:, attribute], dtype=np.float64))
     codes = public_classes(run) if len(blind) > 1 else np.zeros(len(run), dtype=np.int64)
-    ratios = ratio_to_blind_guess(np.nan_to_num(errors, nan=0.0, posinf=math.inf), blind[codes, attribute])
+    ratios = ratio_to_blind_guess(
+        np.nan_to_num(errors, nan=0.0, posinf=math.inf), blind[codes, attribute]
+    )
     return np.where(tracked & is_told(run), ratios, math.nan)
 
 
-def answer_shares(question: QuestionRecord, rows: np.ndarray | None = None) -> dict[str, float] | None:
+def answer_shares(
+    question: QuestionRecord, rows: np.ndarray | None = None
+) -> dict[str, float] | None:
     """How often each answer is the true one; None where the run does not tell.
 
     A complete question has the true answer among its own, as the only one with D = 0.
@@ -220,14 +255,18 @@ def answer_shares(question: QuestionRecord, rows: np.ndarray | None = None) -> d
 
 
 def level_shares(spread: Spread) -> np.ndarray:
-    """How often a column takes the larger of its two values, [d]; NaN for columns of more values, or of one.
+    """How often a column takes the larger of its two values, [d].
 
-    By Bhatia and Davis, variance ≤ (high − mean)(mean − low), with equality where only the two ends occur: a column of
-    two values is known by its mean, deviation and range.
+    NaN for columns of more values, or of one.
+
+    By Bhatia and Davis, variance ≤ (high − mean)(mean − low), with equality where only the two ends
+    occur: a column of two values is known by its mean, deviation and range.
 
     Example:
         >>> from torchfil.run.blind_guess import ColumnMoments
-        >>> level_shares(ColumnMoments.of(np.array([[0.0, 1.0], [1.0, 2.0], [0.0, 7.0], [0.0, 7.0]])).spread).tolist()
+        >>> level_shares(
+        ...     ColumnMoments.of(np.array([[0.0, 1.0], [1.0, 2.0], [0.0, 7.0], [0.0, 7.0]])).spread
+        ... ).tolist()
         [0.25, nan]
     """
     width = spread.high - spread.low

@@ -1,24 +1,27 @@
-r"""The best blind guess from what is public, and what it is off by; from data that is read once, in pieces.
+r"""The best blind guess from what is public, and what it is off by.
 
-Public is everything in an example but its private coordinates. Examples whose public targets are the same labels (whole
-numbers) are a class. Everything public is a known column z besides. Of a private coordinate x, a blind guess answers
-one of four, whichever is best for the class:
+From data that is read once, in pieces.
+
+Public is everything in an example but its private coordinates. Examples whose public targets are
+the same labels (whole numbers) are a class. Everything public is a known column z besides. Of a
+private coordinate x, a blind guess answers one of four, whichever is best for the class:
 
 (a) the mean of all other examples,
 (b) the mean of the others of its class,
 (c) a linear fit on the known columns, over all examples,
 (d) the same within the class.
 
-All four answer x̄ + (z − z̄)B, with means of all examples or of the class, and B = 0 for a mean. Each is judged on
-examples that it was not fitted to, by generalised cross validation: with n examples, r fitted numbers and the residual
-sum of squares RSS,
+All four answer x̄ + (z − z̄)B, with means of all examples or of the class, and B = 0 for a mean.
+Each is judged on examples that it was not fitted to, by generalised cross validation: with n
+examples, r fitted numbers and the residual sum of squares RSS,
 
     MSE = (RSS/n) / (1 − r/n)².
 
-For a mean (r = 1) this is leave-one-out itself. A guess of too few examples (a mean of one, a fit of fewer than r + 10)
-answers as the one before it in the list. An error of few examples is chance, so classes of fewer than 10 count
-together. If classes would take too much memory, all examples are one class; if there are so many known columns that
-they would not leave room for 16 classes, there is no fit.
+For a mean (r = 1) this is leave-one-out itself. A guess of too few examples (a mean of one, a fit
+of fewer than r + 10) answers as the one before it in the list. An error of few examples is chance,
+so classes of fewer than 10 count together. If classes would take too much memory, all examples are
+one class; if there are so many known columns that they would not leave room for 16 classes, there
+is no fit.
 """
 
 from __future__ import annotations
@@ -34,7 +37,11 @@ from numpy.typing import ArrayLike
 
 from torchfil.run.saved_run import Spread
 
-GUESSES = "the mean of all examples", "the mean of its label", *("a linear fit on what is public",) * 2
+GUESSES = (
+    "the mean of all examples",
+    "the mean of its label",
+    *("a linear fit on what is public",) * 2,
+)
 _FEWEST = 10  # examples, beyond the numbers that were fitted
 _MOST_CLASSES, _MOST_NUMBERS = 2**12, 2**23  # in memory
 _MOST_ERRORS = 2**14  # of attributes by class, in the facts of a run file
@@ -43,10 +50,12 @@ _NO_COLUMN = 1e-9  # a deviation, or an eigenvalue of a correlation, that is rou
 
 @dataclass(frozen=True, eq=False)
 class ColumnMoments:
-    """Moments of w columns, of which the first p are known; NaN entries do not count, and their products are NaN.
+    """Moments of w columns, of which the first p are known.
 
-    The sum of two is that of all their rows, by Chan, Golub and LeVeque's formula, which loses no digits if the mean is
-    far from 0: M2 = M2ₐ + M2_b + (x̄_b − x̄ₐ)² nₐn_b/(nₐ + n_b).
+    NaN entries do not count, and their products are NaN.
+
+    The sum of two is that of all their rows, by Chan, Golub and LeVeque's formula, which loses no
+    digits if the mean is far from 0: M2 = M2ₐ + M2_b + (x̄_b − x̄ₐ)² nₐn_b/(nₐ + n_b).
 
     Attributes:
         count: n of each column, [w].
@@ -71,14 +80,21 @@ class ColumnMoments:
         mean = np.nansum(values, axis=0) / np.maximum(count, 1)
         centred = values - mean
         ends = np.fmin.reduce(values, initial=math.inf), np.fmax.reduce(values, initial=-math.inf)
-        return cls(count, mean, np.nansum(centred**2, axis=0), *ends, centred[:, :num_known].T @ centred)
+        return cls(
+            count, mean, np.nansum(centred**2, axis=0), *ends, centred[:, :num_known].T @ centred
+        )
 
     def __add__(self, other: ColumnMoments) -> ColumnMoments:
         count, known = self.count + other.count, len(self.products)
         apart, share = other.mean - self.mean, other.count / np.maximum(count, 1)
-        weight, ends = self.count * share, (np.minimum(self.low, other.low), np.maximum(self.high, other.high))
+        weight, ends = (
+            self.count * share,
+            (np.minimum(self.low, other.low), np.maximum(self.high, other.high)),
+        )
         squares = self.squares + other.squares + apart**2 * weight
-        products = self.products + other.products + apart[:known, None] * apart * weight[:known, None]
+        products = (
+            self.products + other.products + apart[:known, None] * apart * weight[:known, None]
+        )
         return ColumnMoments(count, self.mean + apart * share, squares, *ends, products)
 
     def pooled(self, places: np.ndarray) -> ColumnMoments:
@@ -102,11 +118,17 @@ class ColumnMoments:
     def spread(self) -> Spread:
         """Of the private columns; the deviation is the data's own, sqrt(M2/n)."""
         columns = self.mean, np.sqrt(self.squares / np.maximum(self.count, 1)), self.low, self.high
-        return Spread(*(np.where(self.count == 0, math.nan, column)[len(self.products) :] for column in columns))
+        return Spread(
+            *(
+                np.where(self.count == 0, math.nan, column)[len(self.products) :]
+                for column in columns
+            )
+        )
 
     @cached_property
     def fit(self) -> tuple[np.ndarray, int]:
-        """Slopes B of the private columns on the known ones, [p, d], and the rank of the known ones.
+        """Slopes B of the private columns on the known ones, [p, d], and the rank of the known
+        ones.
 
         Columns with gaps have slopes of 0.
         """
@@ -122,7 +144,8 @@ class ColumnMoments:
     def squared_errors(self, everybody: ColumnMoments) -> np.ndarray:
         """Summed over the rows of this class, those of guesses (a) to (d), [4, d].
 
-        With centred sums S of the class and u = x − zB, RSS = S_xx − 2B·S_zx + B·S_zz·B + n(ū − ū of the source)².
+        With centred sums S of the class and u = x − zB, RSS = S_xx − 2B·S_zx + B·S_zz·B + n(ū − ū
+        of the source)².
 
         Args:
             everybody: The moments of all examples.
@@ -134,7 +157,9 @@ class ColumnMoments:
                 slopes, rank = source.fit if has_slopes else (np.zeros_like(across), 0)
                 n, apart = source.count[p:], self.mean - source.mean
                 left = self.squares[p:] + ((among @ slopes - 2 * across) * slopes).sum(axis=0)
-                left = np.maximum(left, 0.0) + self.count[p:] * (apart[p:] - apart[:p] @ slopes) ** 2
+                left = (
+                    np.maximum(left, 0.0) + self.count[p:] * (apart[p:] - apart[:p] @ slopes) ** 2
+                )
                 unfitted = 1 - (1 + rank) / np.maximum(n, 1)
                 enough = n >= 1 + rank + (_FEWEST if has_slopes else 1)
                 found.append(np.divide(left, unfitted**2, out=found[-1].copy(), where=enough))
@@ -142,7 +167,8 @@ class ColumnMoments:
 
 
 class BlindGuess:
-    """Reads private values and what is public, in pieces, and then tells what blind guesses are off by.
+    """Reads private values and what is public, in pieces, and then tells what blind guesses are off
+    by.
 
     Attributes:
         squares: Summed over the examples of a class, those of guesses (a) to (d), [4, c, d].
@@ -154,9 +180,12 @@ class BlindGuess:
     def __init__(self) -> None:
         self.moments: dict[bytes, ColumnMoments] = {}  # of classes, by labels
         self.codes: list[np.ndarray] = []  # each row's place among them
-        self.private = self.label = np.zeros(0, dtype=bool)  # of all public columns, and of those with no private entry
+        # of all public columns, and of those with no private entry
+        self.private = self.label = np.zeros(0, dtype=bool)
 
-    def add(self, values: np.ndarray, targets: Sequence[ArrayLike], inputs: Sequence[ArrayLike]) -> None:
+    def add(
+        self, values: np.ndarray, targets: Sequence[ArrayLike], inputs: Sequence[ArrayLike]
+    ) -> None:
         """Read some examples.
 
         Args:
@@ -164,11 +193,16 @@ class BlindGuess:
             targets: Targets, [rows, …] each; private entries are NaN.
             inputs: The same of inputs.
         """
-        parts = [np.asarray(part, dtype=np.float64).reshape(len(values), -1) for part in (*targets, *inputs)]
+        parts = [
+            np.asarray(part, dtype=np.float64).reshape(len(values), -1)
+            for part in (*targets, *inputs)
+        ]
         public = np.concatenate([np.zeros((len(values), 0)), *parts], axis=1)
         if not self.codes:
             self.private = np.isnan(public).any(axis=0)
-            of_target = np.arange(public.shape[1]) < sum(part.shape[1] for part in parts[: len(targets)])
+            of_target = np.arange(public.shape[1]) < sum(
+                part.shape[1] for part in parts[: len(targets)]
+            )
             self.label = (of_target & (public % 1 == 0).all(axis=0))[~self.private]
         if public.shape[1] != len(self.private):  # of another shape: nothing to compare by
             public = np.zeros((len(values), len(self.private)))
@@ -180,12 +214,20 @@ class BlindGuess:
         labels = public[:, self.label] + 0.0
         keys = [row.tobytes() for row in labels]
         place = {key: at for at, key in enumerate(dict.fromkeys([*self.moments, *keys]))}
-        if len(place) > min(_MOST_CLASSES, _MOST_NUMBERS // ((p + d) * (3 + p))) or (labels % 1).any():
+        if (
+            len(place) > min(_MOST_CLASSES, _MOST_NUMBERS // ((p + d) * (3 + p)))
+            or (labels % 1).any()
+        ):
             self.label[:] = False
-            self.moments = {b"": reduce(operator.add, self.moments.values())} if self.moments else {}
+            self.moments = (
+                {b"": reduce(operator.add, self.moments.values())} if self.moments else {}
+            )
             keys, place = [b""] * len(keys), {b"": 0}
 
-        code, table = np.asarray([place[key] for key in keys]), np.concatenate([public[:, :p], values], axis=1)
+        code, table = (
+            np.asarray([place[key] for key in keys]),
+            np.concatenate([public[:, :p], values], axis=1),
+        )
         for key, at in place.items():
             if (own := code == at).any():
                 found = ColumnMoments.of(table[own], p)
@@ -212,7 +254,8 @@ class BlindGuess:
         self.classes = np.full(num_examples, len(self.counts), dtype=np.int32)
         self.classes[rows] = merged[codes]
 
-        # the words of the guess that most examples get; a fit that saves less than 1 % says no more than a mean
+        # the words of the guess that most examples get; a fit that saves less than 1 % says no more
+        # than a mean
         best = ((self.squares * scales**2).sum(axis=2).T * [1, 1, 1.01, 1.01]).argmin(axis=1)
         self.knows = GUESSES[np.bincount(best, np.bincount(merged, sizes)).argmax()]
         return self
@@ -228,17 +271,22 @@ class BlindGuess:
         return {"public_class": self.classes} if len(self.counts) > 1 else {}
 
     def errors(self, columns: Sequence[Sequence[int]], scales: np.ndarray) -> np.ndarray:
-        """The error of the best guess of each attribute (root mean square), in its unit, [c, k]; NaN: not known.
+        """The error of the best guess of each attribute (root mean square), in its unit, [c, k].
 
-        Of several classes, examples that were not read are one more, the last, which errs as all classes together do.
-        These are all that is told, [1, k], if the classes are too many for a run file.
+        NaN: not known.
+
+        Of several classes, examples that were not read are one more, the last, which errs as all
+        classes together do. These are all that is told, [1, k], if the classes are too many for a
+        run file.
 
         Args:
             columns: The coordinates of each attribute; it errs by the root mean square over them.
             scales: The factor from a coordinate to its attribute, [d].
         """
         order, starts = np.concatenate(columns), np.cumsum([0, *map(len, columns[:-1])])
-        squares = np.add.reduceat(self.squares[..., order] * scales[order] ** 2, starts, axis=-1).min(axis=0)
+        squares = np.add.reduceat(
+            self.squares[..., order] * scales[order] ** 2, starts, axis=-1
+        ).min(axis=0)
         counts = np.add.reduceat(self.counts[:, order], starts, axis=-1)
         both = np.stack([squares, counts])
         together = both.sum(axis=1, keepdims=True)

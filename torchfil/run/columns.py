@@ -1,4 +1,5 @@
-"""The content of a run file: a column for whatever has an entry for an example, and facts, which are JSON values.
+"""The content of a run file: a column for whatever has an entry for an example, and facts, which
+are JSON values.
 
 A column is read when it is asked for. docs/run-file.md lists columns and facts.
 """
@@ -26,8 +27,17 @@ _MOST_COLUMNS = 64  # attributes that have a column each
 _MOST_VALUES = 2**27  # errors of attributes in a row group
 _LIST, _STRINGS = pa.list_(pa.float32()), pa.list_(pa.string())
 Values = Callable[[slice], Any]  # of a slice of rows, what Arrow takes
-_OF_TEXTS = {"words": ("words", _STRINGS), "fil": ("words_fil", _LIST), "plis": ("words_plis", _LIST)}
-_OF_ATTACKS = {"predicted": pa.float64(), "achieved": pa.float64(), "violated": pa.bool_(), "blind": pa.float64()}
+_OF_TEXTS = {
+    "words": ("words", _STRINGS),
+    "fil": ("words_fil", _LIST),
+    "plis": ("words_plis", _LIST),
+}
+_OF_ATTACKS = {
+    "predicted": pa.float64(),
+    "achieved": pa.float64(),
+    "violated": pa.bool_(),
+    "blind": pa.float64(),
+}
 
 
 # ------------------------------------------------------------------ writing
@@ -41,23 +51,42 @@ def write_run(run: saved.SavedRun, path: str, rows_at_once: int) -> None:
     """
     table = _Table(run)
     facts = json.dumps(table.facts, separators=(",", ":")).encode()
-    facts = facts.replace(ARROW_SCHEMA, ARROW_SCHEMA.replace(b":", b"\\u003a"))  # a text that a reader must not find
+    # a text that a reader must not find
+    facts = facts.replace(ARROW_SCHEMA, ARROW_SCHEMA.replace(b":", b"\\u003a"))
     if len(facts) > _LARGEST_FACTS:
-        remedy = "shorten the title and the names of attributes, groups, questions and answers"
-        raise RunFileError(f"names and settings take {len(facts):,} bytes of {_LARGEST_FACTS:,} allowed; {remedy}")
+        raise RunFileError(
+            f"names and settings take {len(facts):,} bytes of {_LARGEST_FACTS:,} allowed; shorten "
+            "the title and the names of attributes, groups, questions and answers"
+        )
     schema = pa.schema(table.fields)
     width = 1 if run.attributes is None else max(1, len(run.attributes.names))
     rows_at_once = min(rows_at_once, max(1, _MOST_VALUES // width))
 
-    # without Arrow's copy of the schema, which would hold a second copy of names, and types that a reader must trust
-    repeated = [field.name for field in schema if field.type in (pa.string(), pa.int64()) and field.name != "id"]
-    options: dict[str, Any] = {"store_schema": False, "write_page_checksum": True, "use_dictionary": repeated}
-    options["compression"] = "snappy"  # a file in another could take much more memory than it has bytes
-    options["write_statistics"] = [field.name for field in schema if pa.types.is_floating(field.type)]  # no texts
+    # without Arrow's copy of the schema, which would hold a second copy of names, and types that a
+    # reader must trust
+    repeated = [
+        field.name
+        for field in schema
+        if field.type in (pa.string(), pa.int64()) and field.name != "id"
+    ]
+    options: dict[str, Any] = {
+        "store_schema": False,
+        "write_page_checksum": True,
+        "use_dictionary": repeated,
+    }
+    # a file in another could take much more memory than it has bytes
+    options["compression"] = "snappy"
+    # no texts
+    options["write_statistics"] = [
+        field.name for field in schema if pa.types.is_floating(field.type)
+    ]
     with parquet.ParquetWriter(path, schema, **options) as writer:
         for start in range(0, len(run), rows_at_once):
             rows = slice(start, min(start + rows_at_once, len(run)))
-            columns = [pa.array(values(rows), field.type) for field, values in zip(schema, table.values, strict=True)]
+            columns = [
+                pa.array(values(rows), field.type)
+                for field, values in zip(schema, table.values, strict=True)
+            ]
             writer.write_table(pa.table(columns, schema=schema), row_group_size=rows_at_once)
         writer.add_key_value_metadata({KEY: facts})
 
@@ -82,19 +111,24 @@ class _Table:
             "bounds": run.bounds,
             "ids": self._column("id", run.ids),
             "columns": {name: self._column(name, values) for name, values in columns.items()},
-            "groups": {name: self._column(f"group_{name}", labels) for name, labels in groups.items()},
+            "groups": {
+                name: self._column(f"group_{name}", labels) for name, labels in groups.items()
+            },
             "attributes": None if run.attributes is None else self._attributes(run.attributes),
             "questions": [self._question(question) for question in run.questions],
             "attacks": [self._attack(attack) for attack in run.attacks],
             "records": None if run.records is None else _facts(run.records),
             "texts": None if run.texts is None else self._texts(run.texts),
-            "baselines": run.baselines and _facts(run.baselines, attributes=_facts(run.baselines.attributes)),
+            "baselines": run.baselines
+            and _facts(run.baselines, attributes=_facts(run.baselines.attributes)),
             "history": {name: values.tolist() for name, values in run.history.items()},
             "rounds": {name: values.tolist() for name, values in run.rounds.items()},
         }
 
     def _add(self, name: str, kind: pa.DataType, values: Values, *, nullable: bool = False) -> str:
-        """Add a column and return its name, with a prime for each column that was called the same before."""
+        """Add a column and return its name, with a prime for each column that was called the same
+        before.
+        """
         name = name.replace(ARROW_SCHEMA.decode(), "ARROW schema")  # in a footer, readers refuse it
         while any(field.name == name for field in self.fields):
             name += "'"
@@ -105,7 +139,8 @@ class _Table:
     def _column(self, name: str, values: saved.ByExample) -> str:
         """Numbers or texts, [n]."""
         if values.dtype.kind in "UO":
-            return self._add(name, pa.string(), lambda rows: values[rows].tolist())  # Arrow ends arrays' texts at NUL
+            # Arrow ends arrays' texts at NUL
+            return self._add(name, pa.string(), lambda rows: values[rows].tolist())
         return self._add(name, pa.from_numpy_dtype(values.dtype), lambda rows: values[rows])
 
     def _matrix(self, names: Sequence[str], values: saved.ByExample) -> list[str]:
@@ -114,10 +149,17 @@ class _Table:
         def column(j: int) -> Values:
             return lambda rows: values[rows, j]
 
-        return [self._add(name, pa.from_numpy_dtype(values.dtype), column(j)) for j, name in enumerate(names)]
+        return [
+            self._add(name, pa.from_numpy_dtype(values.dtype), column(j))
+            for j, name in enumerate(names)
+        ]
 
     def _some(
-        self, name: str, kind: pa.DataType, rows: np.ndarray, entries: Sequence[object] | np.ndarray | None
+        self,
+        name: str,
+        kind: pa.DataType,
+        rows: np.ndarray,
+        entries: Sequence[object] | np.ndarray | None,
     ) -> str | None:
         """An entry for each of these rows; the cells of all others are empty."""
         if entries is None:
@@ -140,11 +182,16 @@ class _Table:
             kind = pa.list_(pa.from_numpy_dtype(values.dtype), len(attributes.names))
 
             def lists(rows: slice) -> pa.Array:
-                return pa.FixedSizeListArray.from_arrays(pa.array(np.ravel(values[rows])), type=kind)
+                return pa.FixedSizeListArray.from_arrays(
+                    pa.array(np.ravel(values[rows])), type=kind
+                )
 
             return self._add(f"{prefix}_of_attributes", kind, lists)
 
-        return _facts(attributes, **{part: errors(part, getattr(attributes, part)) for part in ("error", "error_low")})
+        return _facts(
+            attributes,
+            **{part: errors(part, getattr(attributes, part)) for part in ("error", "error_low")},
+        )
 
     def _question(self, question: saved.QuestionRecord) -> Facts:
         columns = {}
@@ -155,7 +202,9 @@ class _Table:
 
     def _attack(self, attack: saved.AttackRecord) -> Facts:
         if len(np.unique(attack.rows)) < len(attack.rows):
-            raise ValueError(f"attack {attack.name!r} has several results for one example; save the mean of them")
+            raise ValueError(
+                f"attack {attack.name!r} has several results for one example; save the mean of them"
+            )
         columns = {
             part: self._some(f"{part}_by_{attack.name}", kind, attack.rows, getattr(attack, part))
             for part, kind in _OF_ATTACKS.items()
@@ -163,14 +212,19 @@ class _Table:
         return _facts(attack, rows=None, **columns)
 
     def _texts(self, texts: saved.Texts) -> Facts:
-        columns = {part: self._some(*column, texts.rows, getattr(texts, part)) for part, column in _OF_TEXTS.items()}
+        columns = {
+            part: self._some(*column, texts.rows, getattr(texts, part))
+            for part, column in _OF_TEXTS.items()
+        }
         return _facts(texts, **columns)
 
 
 def _facts(record: object, **changes: object) -> Facts:
     """The fields of a record as JSON values, some of them changed."""
     kept = {name: value for name, value in vars(record).items() if name not in changes}
-    return {name: getattr(value, "tolist", lambda value=value: value)() for name, value in kept.items()} | changes
+    return {
+        name: getattr(value, "tolist", lambda value=value: value)() for name, value in kept.items()
+    } | changes
 
 
 # ------------------------------------------------------------------ reading
@@ -186,7 +240,10 @@ def read_facts(source: pa.NativeFile) -> Facts | None:
 
 
 def read_run(source: pa.NativeFile, facts: Facts) -> saved.SavedRun:
-    """The run of an open file with these facts; in memory, unless the file has several row groups."""
+    """The run of an open file with these facts.
+
+    In memory, unless the file has several row groups.
+    """
     checked = {"page_checksum_verification": True, "pre_buffer": False}
     file = ColumnFile(source, [facts["ids"], *facts["groups"].values()], **checked)
     in_memory = file.num_row_groups <= 1
@@ -229,7 +286,11 @@ def _read_attributes(
     width = len(facts["names"])
 
     def errors(columns: list[str] | str | None) -> Any:
-        return _read_lists(file, columns, width) if isinstance(columns, str) else columns and stored(columns)
+        return (
+            _read_lists(file, columns, width)
+            if isinstance(columns, str)
+            else columns and stored(columns)
+        )
 
     arrays = {part: errors(facts[part]) for part in ("error", "error_low")}
     return saved.Attributes(**{**facts, **arrays})
@@ -241,13 +302,16 @@ def _read_lists(file: ColumnFile, name: str, width: int) -> np.ndarray:
     parts = []
     for group in range(file.num_row_groups):
         lists = file.read_row_group(group, columns=[name]).column(name).combine_chunks()
-        fixed = lists.cast(pa.list_(lists.type.value_type, width))  # raises where a list has another length
+        # raises where a list has another length
+        fixed = lists.cast(pa.list_(lists.type.value_type, width))
         parts.append(fixed.flatten().to_numpy().reshape(len(lists), width))
     return np.concatenate(parts) if parts else np.empty((0, width), np.float32)
 
 
 def _read_records(_: ColumnFile, facts: Facts) -> saved.Records:
-    return saved.Records(np.asarray(facts["rows"], np.int64), np.asarray(facts["values"], np.float64))
+    return saved.Records(
+        np.asarray(facts["rows"], np.int64), np.asarray(facts["values"], np.float64)
+    )
 
 
 def _read_texts(file: ColumnFile, facts: Facts) -> saved.Texts:
@@ -259,7 +323,9 @@ def _read_texts(file: ColumnFile, facts: Facts) -> saved.Texts:
 
 def _lists(file: ColumnFile, name: str | None, rows: np.ndarray) -> np.ndarray | None:
     """Lists of one length of these rows, float32 [m, T]; None where there is no such column."""
-    return None if name is None else np.asarray(StoredArray(file, name).cells(rows, _LIST), np.float32)
+    return (
+        None if name is None else np.asarray(StoredArray(file, name).cells(rows, _LIST), np.float32)
+    )
 
 
 def _read_attack(file: ColumnFile, facts: Facts) -> saved.AttackRecord:
@@ -268,7 +334,9 @@ def _read_attack(file: ColumnFile, facts: Facts) -> saved.AttackRecord:
     rows = found["predicted"][0]
     if any(not np.array_equal(places, rows) for places, _ in found.values()):
         raise ValueError(f"the columns of attack {facts['name']!r} are about different examples")
-    return saved.AttackRecord(**{**facts, "rows": rows, **{part: values for part, (_, values) in found.items()}})
+    return saved.AttackRecord(
+        **{**facts, "rows": rows, **{part: values for part, (_, values) in found.items()}}
+    )
 
 
 def _numbers(values: list[object]) -> np.ndarray:
@@ -279,7 +347,11 @@ def _numbers(values: list[object]) -> np.ndarray:
 
 
 def _read_baselines(_: ColumnFile, facts: Facts) -> saved.Baselines:
-    spread = saved.Spread(**{name: np.asarray(values, np.float64) for name, values in facts["attributes"].items()})
-    errors, by_class = (np.asarray(facts[name], np.float64) for name in ("errors", "attribute_errors"))
+    spread = saved.Spread(
+        **{name: np.asarray(values, np.float64) for name, values in facts["attributes"].items()}
+    )
+    errors, by_class = (
+        np.asarray(facts[name], np.float64) for name in ("errors", "attribute_errors")
+    )
     by_class = by_class.reshape(len(by_class), len(spread.std))
     return saved.Baselines(spread, facts["levels"], facts["knows"], errors, by_class)

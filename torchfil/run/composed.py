@@ -1,7 +1,7 @@
 r"""Several released models together: what an attacker learns who sees all of them.
 
-Noise is independent from release to release, so that everything adds, by id. An example that is missing in a run was
-not in its data, and that release adds nothing about it.
+Noise is independent from release to release, so that everything adds, by id. An example that is
+missing in a run was not in its data, and that release adds nothing about it.
 
 ===================  ===============================================  ==================================================
 number               of the releases k together                       who is bound
@@ -14,8 +14,9 @@ D of a question      D = Σ D_k, ends likewise                         every att
 individual ε         Σ ε_k at Σ δ_k, an estimate                      every attacker; nothing is guaranteed
 ===================  ===============================================  ==================================================
 
-The Rényi divergences D_α of releases add, too. Where every file tells its mechanism (σ, q and steps, which account for
-the ε of Opacus's RDP accountant), ε follows from their sum at the largest δ_k, and counts if it is not above Σ ε_k.
+The Rényi divergences D_α of releases add, too. Where every file tells its mechanism (σ, q and
+steps, which account for the ε of Opacus's RDP accountant), ε follows from their sum at the largest
+δ_k, and counts if it is not above Σ ε_k.
 """
 
 from __future__ import annotations
@@ -31,16 +32,17 @@ from torchfil.run.baselines import is_told
 from torchfil.run.matching import check_alike, names_of, setting
 from torchfil.run.saved_run import ByExample, QuestionRecord, SavedRun
 from torchfil.run.unit import Facts
-from torchfil.utils.errors import require
 
 _COLUMNS = ("fil", "mse_bound", "mse_bound_low", "participations", "missed", "epsilon")
 _DIVERGENCES = ("divergence", "divergence_high")
-_POWERS = {"fil": 2, "mse_bound": -1, "mse_bound_low": -1, "error": -2, "error_low": -2}  # that add; others: 1
+# that add; others: 1
+_POWERS = {"fil": 2, "mse_bound": -1, "mse_bound_low": -1, "error": -2, "error_low": -2}
 _ORDERS = np.concatenate([np.arange(11, 110) / 10, np.arange(12, 64)])  # Opacus's own
 
 
 def rdp_of(run: SavedRun, sigma: float) -> np.ndarray:
-    """Rényi divergences at the orders of Opacus's accountant of a training like the run with this σ, [151].
+    """Rényi divergences at the orders of Opacus's accountant of a training like the run with this
+    σ, [151].
 
     Where batches are known, q = 1 and the most frequent example's participations count.
 
@@ -61,11 +63,14 @@ def epsilon_at(rdp: np.ndarray, delta: float) -> float:
 
 
 def compose(runs: Sequence[SavedRun]) -> SavedRun:
-    """All releases as one run, which every rule of a gate can judge; see the module for each number.
+    """All releases as one run, which every rule of a gate can judge.
 
-    Ids must mean the same people in all runs. Texts, records, other columns and the course of training are
-    left out. Of all together is not known: a question that a run did not ask (D = NaN), attributes that one did not
-    track, and, where the first run has not everybody, groups and what a blind guess errs by.
+    See the module for each number.
+
+    Ids must mean the same people in all runs. Texts, records, other columns and the course of
+    training are left out. Of all together is not known: a question that a run did not ask (D =
+    NaN), attributes that one did not track, and, where the first run has not everybody, groups and
+    what a blind guess errs by.
 
     Args:
         runs: Two or more, of the same private inputs.
@@ -84,9 +89,15 @@ def compose(runs: Sequence[SavedRun]) -> SavedRun:
         check_alike(first, run)
         for name in ("dataset.num_coordinates", "dataset.most_coordinates"):  # d of η̄² = tr(I)/d
             one, other = setting(first, name), setting(run, name)
-            require(one == other, f"{name} is {one} and {other}, so that nothing adds; leave the other run out")
-        shared = len(np.intersect1d(own, names[0])) > 0
-        require(shared, "a released run shares no ids with the first; give runs whose ids mean the same people")
+            if one != other:
+                raise ValueError(
+                    f"{name} is {one} and {other}, so that nothing adds; leave the other run out"
+                )
+        if not len(np.intersect1d(own, names[0])) > 0:
+            raise ValueError(
+                "a released run shares no ids with the first; give runs whose ids mean the same "
+                "people"
+            )
 
     # the first run's examples stay where they are; those of others come behind them
     everyone, first_at = np.unique(np.concatenate(names), return_index=True)
@@ -96,33 +107,48 @@ def compose(runs: Sequence[SavedRun]) -> SavedRun:
     total = _added(runs, places, len(ids))
 
     # what does not add
-    columns = {key: total[key] for key in total if isinstance(key, str)} | {"clip_weight": np.ones(len(ids))}
+    columns = {key: total[key] for key in total if isinstance(key, str)} | {
+        "clip_weight": np.ones(len(ids))
+    }
     for run, place in zip(runs, places, strict=True):
         np.minimum.at(columns["clip_weight"], place, run.clip_weights)
     if everybody and "public_class" in first.columns:
         columns["public_class"] = first.columns["public_class"]
-    tracked = {key[-1]: values for key, values in total.items() if key[-1] in ("error", "error_low")}
+    tracked = {
+        key[-1]: values for key, values in total.items() if key[-1] in ("error", "error_low")
+    }
     attributes = first.attributes if tracked else None
     if attributes is not None:
         attributes = replace(attributes, error=tracked["error"], error_low=tracked.get("error_low"))
-    attacks = [(each, place) for run, place in zip(runs, places, strict=True) for each in run.attacks]
+    attacks = [
+        (each, place) for run, place in zip(runs, places, strict=True) for each in run.attacks
+    ]
     return SavedRun(
         about=_about(runs),
         ids=ids,
         columns=columns,
         attributes=attributes,
-        groups={name: np.asarray(labels) for name, labels in first.groups.items()} if everybody else {},
+        groups={name: np.asarray(labels) for name, labels in first.groups.items()}
+        if everybody
+        else {},
         attacks=[replace(each, rows=place[each.rows]) for each, place in attacks],
         questions=_questions(runs, total, len(ids)),
-        baselines=first.baselines if everybody and (attributes is None) == (first.attributes is None) else None,
+        baselines=first.baselines
+        if everybody and (attributes is None) == (first.attributes is None)
+        else None,
     )
 
 
 Key = str | tuple[str, ...]  # of a column; of errors of attributes, or of divergences of answers
 
 
-def _added(runs: Sequence[SavedRun], places: Sequence[np.ndarray], count: int) -> dict[Key, np.ndarray]:
-    """What every run tells, of all together; each run's examples stand at its places among ``count``."""
+def _added(
+    runs: Sequence[SavedRun], places: Sequence[np.ndarray], count: int
+) -> dict[Key, np.ndarray]:
+    """What every run tells, of all together.
+
+    Each run's examples stand at its places among ``count``.
+    """
     parts, total = [_parts(run) for run in runs], dict[Key, np.ndarray]()
     with np.errstate(divide="ignore"):
         for key in (key for key in parts[0] if all(key in part for part in parts)):
@@ -134,26 +160,37 @@ def _added(runs: Sequence[SavedRun], places: Sequence[np.ndarray], count: int) -
     return total
 
 
-def _questions(runs: Sequence[SavedRun], total: Mapping[Key, np.ndarray], count: int) -> list[QuestionRecord]:
+def _questions(
+    runs: Sequence[SavedRun], total: Mapping[Key, np.ndarray], count: int
+) -> list[QuestionRecord]:
     """Every question that was asked in a run; D is not known where another run did not ask it."""
     found = []
     for asked in {each.name: each for run in runs for each in run.questions}.values():
         unknown = np.full((count, len(asked.answers)), np.nan)
-        exact, high = (total.get((asked.name, asked.law, *asked.answers, part), unknown) for part in _DIVERGENCES)
+        exact, high = (
+            total.get((asked.name, asked.law, *asked.answers, part), unknown)
+            for part in _DIVERGENCES
+        )
         found.append(replace(asked, divergence=exact, divergence_high=high))
     return found
 
 
 def _parts(run: SavedRun) -> dict[Key, ByExample]:
-    """What adds, to the power that :data:`_POWERS` tells, by what it is about: columns, attributes, answers."""
-    parts: dict[Key, ByExample] = {name: run.columns[name] for name in _COLUMNS if name in run.columns}
+    """What adds, to the power that :data:`_POWERS` tells, by what it is about: columns, attributes,
+    answers.
+    """
+    parts: dict[Key, ByExample] = {
+        name: run.columns[name] for name in _COLUMNS if name in run.columns
+    }
     if "mse_bound_low" in parts:
         parts["mse_bound_low"] = np.where(is_told(run), parts["mse_bound_low"], 0.0)
     if (of := run.attributes) is not None:
         parts |= {(*of.names, *of.units, "error"): of.error}
         parts |= {} if of.error_low is None else {(*of.names, *of.units, "error_low"): of.error_low}
     for each in run.questions:
-        parts |= {(each.name, each.law, *each.answers, part): getattr(each, part) for part in _DIVERGENCES}
+        parts |= {
+            (each.name, each.law, *each.answers, part): getattr(each, part) for part in _DIVERGENCES
+        }
     return parts
 
 
@@ -165,16 +202,28 @@ def _about(runs: Sequence[SavedRun]) -> Facts:
     ranges = [setting(run, "dataset.input_range") for run in runs]
     common = ranges[0] if all(each == ranges[0] for each in ranges) else None
     audits = [about["audit"] for about in abouts if about.get("audit")]
-    audits.sort(key=lambda audit: (not audit["exceeds_claim"], audit["claimed"] - audit["epsilon"]))  # the worst first
+    # the worst first
+    audits.sort(key=lambda audit: (not audit["exceeds_claim"], audit["claimed"] - audit["epsilon"]))
     speaks = bool(audits) and (audits[0]["exceeds_claim"] or len(audits) == len(runs))
     epsilon, delta, how = _epsilon(runs)
 
     jumps = dict.fromkeys(name for run in runs for name in setting(run, "model.not_smooth") or [])
     about: Facts = {"model": {"not_smooth": list(jumps)}}
     about |= {"title": " + ".join(str(about.get("title", "a saved run")) for about in abouts)}
-    about |= {"kind": "linear" * all(each.get("kind") == "linear" for each in abouts), "mechanism": mechanism}
-    about |= {"unit_of_inputs": abouts[0].get("unit_of_inputs", ""), "dataset": {"input_range": common}}
-    about |= {"epsilon": epsilon, "delta": delta, "accountant": how, "audit": audits[0] if speaks else None}
+    about |= {
+        "kind": "linear" * all(each.get("kind") == "linear" for each in abouts),
+        "mechanism": mechanism,
+    }
+    about |= {
+        "unit_of_inputs": abouts[0].get("unit_of_inputs", ""),
+        "dataset": {"input_range": common},
+    }
+    about |= {
+        "epsilon": epsilon,
+        "delta": delta,
+        "accountant": how,
+        "audit": audits[0] if speaks else None,
+    }
     return about | {"released": {"runs": len(runs), "epsilon": how}}
 
 
@@ -184,12 +233,17 @@ def _epsilon(runs: Sequence[SavedRun]) -> tuple[float | None, float | None, str]
     if any(None in pair for pair in own):
         return None, None, "none: a release has no ε"
     epsilon, delta = (float(sum(values)) for values in zip(*own, strict=True))
-    plain, largest, rdp = (epsilon, delta, "sum of ε and of δ"), max(each for _, each in own), np.zeros(len(_ORDERS))
+    plain, largest, rdp = (
+        (epsilon, delta, "sum of ε and of δ"),
+        max(each for _, each in own),
+        np.zeros(len(_ORDERS)),
+    )
     for run, (spent, at) in zip(runs, own, strict=True):
         sigma, steps = (setting(run, f"mechanism.{name}") for name in ("noise_multiplier", "steps"))
         told = sigma and sigma > 0.05 and steps and at > 0 and run.about.get("accountant") == "rdp"
         one = rdp_of(run, sigma) if told else rdp
-        if not told or epsilon_at(one, at) < (1 - 1e-6) * spent:  # or its noise was not the same at all steps
+        # or its noise was not the same at all steps
+        if not told or epsilon_at(one, at) < (1 - 1e-6) * spent:
             return plain
         rdp += one
     tight = epsilon_at(rdp, largest)

@@ -1,9 +1,10 @@
 """A saved run as one Parquet file; docs/run-file.md describes its columns.
 
-What has an entry for an example is a column, and everything else is one JSON document in the file's metadata. Just
-before the footer stand the 64 hexadecimal digits of the SHA-256 of all other bytes: readers of Parquet find the footer
-from the file's end and the columns by their places, so that they do not look there. Page checksums guard what is read
-later, and let other programs check what they read.
+What has an entry for an example is a column, and everything else is one JSON document in the file's
+metadata. Just before the footer stand the 64 hexadecimal digits of the SHA-256 of all other bytes:
+readers of Parquet find the footer from the file's end and the columns by their places, so that they
+do not look there. Page checksums guard what is read later, and let other programs check what they
+read.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ ROWS_AT_ONCE = 2**18  # examples of a row group; a file of one row group is read
 _MAGIC, _CHECKSUM = b"PAR1", b"torchfil-sha256:"
 _CHECKSUM_SIZE = len(_CHECKSUM) + 64
 _LARGEST_FOOTER = 2**26  # bytes
-_FOREIGN = "is not a saved run of torchfil, or another program changed it; a run is saved by engine.save_run"
+_FOREIGN = (
+    "is not a saved run of torchfil, or another program changed it; a run is saved by "
+    "engine.save_run"
+)
 
 
 def save(run: SavedRun, path: str | os.PathLike[str], *, rows_at_once: int = ROWS_AT_ONCE) -> Path:
-    """Write a run; the file is replaced only when complete, and only its owner may read it (mode 0600).
+    """Write a run; the file is replaced only when complete, and only its owner may read it (mode
+    0600).
 
     Args:
         run: What to write.
@@ -51,23 +56,31 @@ def save(run: SavedRun, path: str | os.PathLike[str], *, rows_at_once: int = ROW
 def load(path: str | os.PathLike[str]) -> SavedRun:
     """Read a run. Safe on files from others: nothing in it is executed.
 
-    Every byte is checked. The columns of a run of many examples stay on the disk until they are asked for.
+    Every byte is checked. The columns of a run of many examples stay on the disk until they are
+    asked for.
 
     Raises:
         FileNotFoundError: There is no such file.
         OSError: It cannot be read, or is a pipe.
-        RunFileError: It is no saved run, is cut short or damaged, or was written by another version.
+        RunFileError: It is no saved run, is cut short or damaged, or was written by another
+            version.
     """
     where = Path(path)
     if not where.exists():
-        raise FileNotFoundError(f"no file {where}; a run is saved by engine.save_run or `torchfil demo`")
+        raise FileNotFoundError(
+            f"no file {where}; a run is saved by engine.save_run or `torchfil demo`"
+        )
     check_regular(where)
-    _require(not where.is_dir(), f"{where} is a folder, not a saved run; name the file in it, such as run.parquet")
+    if where.is_dir():
+        raise RunFileError(
+            f"{where} is a folder, not a saved run; name the file in it, such as run.parquet"
+        )
     try:
         return _read(where)
     except (RunFileError, MemoryError):
         raise
-    except Exception as error:  # whatever a file of others makes the readers of JSON and Parquet raise
+    except Exception as error:
+        # whatever a file of others makes the readers of JSON and Parquet raise
         if isinstance(error, OSError) and error.errno is not None:
             raise
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
@@ -85,9 +98,12 @@ def _read(where: Path) -> SavedRun:
     facts = read_facts(file)
     if facts is None:
         raise RunFileError(f"{where} {_FOREIGN}")
-    other = f"{where} is of run format {visible(str(facts.get('version')))}; this torchfil reads format {VERSION}"
-    remedy = "Install the torchfil that wrote it, or save the run again with this one."
-    _require(facts.get("version") == VERSION, f"{other}. {remedy}")
+    if facts.get("version") != VERSION:
+        raise RunFileError(
+            f"{where} is of run format {visible(str(facts.get('version')))}; this torchfil reads "
+            f"format {VERSION}. Install the torchfil that wrote it, or save the run again with "
+            "this one."
+        )
     return read_run(file, facts)
 
 
@@ -109,21 +125,29 @@ def _insert_checksum(file: IO[bytes]) -> None:
 
 
 def _check_whole(file: Any, where: Path, forbidden: bytes) -> None:
-    """Raise unless this is a run file of which no byte has changed, and whose footer does not hold ``forbidden``."""
+    """Raise unless this is a run file of which no byte has changed, and whose footer does not hold
+    ``forbidden``.
+    """
     size, foreign = file.size(), f"{where} {_FOREIGN}"
-    _require(file.read(4) == _MAGIC[:size], foreign)
+    if file.read(4) != _MAGIC[:size]:
+        raise RunFileError(foreign)
 
-    # the file ends with the footer's length and the magic word; the checksum stands in front of the footer
+    # the file ends with the footer's length and the magic word; the checksum stands in front of the
+    # footer
     file.seek(max(0, size - 8))
     tail = file.read()
     footer = int.from_bytes(tail[:4], "little") + 8
-    is_whole = tail[4:] == _MAGIC and size >= 12
-    _require(is_whole, f"{where} is cut short: it holds {size:,} bytes of a longer file. Copy it again.")
+    if not (tail[4:] == _MAGIC and size >= 12):
+        raise RunFileError(
+            f"{where} is cut short: it holds {size:,} bytes of a longer file. Copy it again."
+        )
     data = size - footer - _CHECKSUM_SIZE
-    _require(footer <= _LARGEST_FOOTER and data >= len(_MAGIC), foreign)
+    if not (footer <= _LARGEST_FOOTER and data >= len(_MAGIC)):
+        raise RunFileError(foreign)
     file.seek(data)
     found = file.read(_CHECKSUM_SIZE)
-    _require(found.startswith(_CHECKSUM), foreign)
+    if not found.startswith(_CHECKSUM):
+        raise RunFileError(foreign)
 
     # all bytes but the checksum's own
     content = file.read()
@@ -131,7 +155,10 @@ def _check_whole(file: Any, where: Path, forbidden: bytes) -> None:
     file.seek(0)
     update_digest(digest, file, data)
     digest.update(content)
-    fits = found == _CHECKSUM + digest.hexdigest().encode()
-    _require(fits, f"{where} is damaged: its checksum does not fit its content. Save the run again.")
+    if found != _CHECKSUM + digest.hexdigest().encode():
+        raise RunFileError(
+            f"{where} is damaged: its checksum does not fit its content. Save the run again."
+        )
     # opening the file would build the types that it names, with code of their own
-    _require(forbidden not in content, foreign)
+    if forbidden in content:
+        raise RunFileError(foreign)

@@ -1,12 +1,12 @@
 r"""A linear model's release as a saved run: the same file, page and gate as for a training run.
 
-What is released is w* + N(0, σ²I), once. All numbers are closed forms (:mod:`torchfil.glm`) and have no error:
-``mse_bound_low`` is ``mse_bound``. What is random is the noise on the weights; there are no steps, no batches, no
-clipping, and no accountant's ε.
+What is released is w* + N(0, σ²I), once. All numbers are closed forms (:mod:`torchfil.glm`) and
+have no error: ``mse_bound_low`` is ``mse_bound``. What is random is the noise on the weights; there
+are no steps, no batches, no clipping, and no accountant's ε.
 
-Columns have units of their own, and a mean of squared years and squared milligrams means nothing. Therefore every
-private coordinate j counts in units of its standard deviation s_j over the rows, in which the mean of all rows is off
-by 1 (root mean square):
+Columns have units of their own, and a mean of squared years and squared milligrams means nothing.
+Therefore every private coordinate j counts in units of its standard deviation s_j over the rows, in
+which the mean of all rows is off by 1 (root mean square):
 
     η̄² = Σ_j s_j² I_jj / d,        mse_bound = 1/η̄².
 
@@ -33,10 +33,17 @@ from torchfil.glm.guesses import BestGuess, guess
 from torchfil.glm.solver import tangent_basis
 from torchfil.run.blind_guess import BlindGuess
 from torchfil.run.file import save
-from torchfil.run.saved_run import Attributes, Baselines, QuestionRecord, Records, SavedRun, Spread, checked_metrics
+from torchfil.run.saved_run import (
+    Attributes,
+    Baselines,
+    QuestionRecord,
+    Records,
+    SavedRun,
+    Spread,
+    checked_metrics,
+)
 from torchfil.run.statistics import RECORDED_ATTRIBUTES, RECORDED_EXAMPLES, most_exposed_and_typical
 from torchfil.run.unit import Facts
-from torchfil.utils.errors import require
 from torchfil.utils.tables import plain_names
 from torchfil.viz.common import Values, as_array
 
@@ -49,9 +56,15 @@ _ROWS_AT_ONCE = 2**13
 
 
 def save_linear_run(
-    path: str | os.PathLike[str], model: Any, X: Values, y: Values, sigma: float | None, **options: Any
+    path: str | os.PathLike[str],
+    model: Any,
+    X: Values,
+    y: Values,
+    sigma: float | None,
+    **options: Any,
 ) -> Path:
-    """Write what :func:`linear_run` gives into a file, for ``torchfil report``, ``gate``, ``inspect`` and ``compare``.
+    """Write what :func:`linear_run` gives into a file, for ``torchfil report``, ``gate``,
+    ``inspect`` and ``compare``.
 
     Args:
         path: The file; ``run.parquet`` by custom. Readable by its owner only.
@@ -83,27 +96,32 @@ def linear_run(
     metrics: Mapping[str, object] | None = None,
     hash_data: bool = True,
 ) -> SavedRun:
-    """What releasing w* + N(0, σ²I) leaks about every row. Confidential: it depends on private data.
+    """What releasing w* + N(0, σ²I) leaks about every row.
+
+    Confidential: it depends on private data.
 
     Args:
-        model: Fitted; or what :func:`torchfil.glm.iteratively_reweighted_fil` gave, whose weights are held fixed; or a
-            :class:`torchfil.glm.Composition` of several releases.
+        model: Fitted; or what :func:`torchfil.glm.iteratively_reweighted_fil` gave, whose weights
+            are held fixed; or a :class:`torchfil.glm.Composition` of several releases.
         X: The training inputs, [n, d].
         y: The training targets, [n].
         sigma: σ of the release; None for a composition, which has its own.
         ids: The rows' names; None: their numbers.
         title: Of the report.
-        attributes: {name: columns}: what is private; the attacker knows all else. None: every column by itself.
+        attributes: {name: columns}: what is private; the attacker knows all else. None: every
+            column by itself.
         attribute_units: {name: unit}, e.g. {"age": "years"}.
         private_target: Whether y is private, too. None: where no ``attributes`` are named.
         target: The target's name.
         groups: {grouping: one label per row}.
         questions: {name: what an attacker asks, or what :func:`torchfil.glm.guess` gave for it}.
-        scales: s of every private coordinate, in units of which it counts. "deviation": its standard deviation over the
-            rows; None: 1.
-        scores: Further scores of the model, such as ``blind_score``, that of a model without inputs.
-        metrics: What the released model is good for, as in :meth:`FILPrivacyEngine.save_run`. Besides, a single release
-            keeps what other noise would cost: the model's expected score on these rows at σ/4 … 32σ.
+        scales: s of every private coordinate, in units of which it counts. "deviation": its
+            standard deviation over the rows; None: 1.
+        scores: Further scores of the model, such as ``blind_score``, that of a model without
+            inputs.
+        metrics: What the released model is good for, as in :meth:`FILPrivacyEngine.save_run`.
+            Besides, a single release keeps what other noise would cost: the model's expected score
+            on these rows at σ/4 … 32σ.
         hash_data: Whether to keep a checksum of X and y.
 
     Raises:
@@ -113,30 +131,50 @@ def linear_run(
         >>> from torchfil.glm import LinearRegression
         >>> X, y = np.eye(2), np.array([1.0, 2.0])
         >>> run = linear_run(LinearRegression().fit(X, y), X, y, sigma=0.5, scales=None)
-        >>> bool(np.allclose(run.columns["mse_bound"], LinearRegression().fit(X, y).mse_bound(X, y, 0.5)))
+        >>> bool(
+        ...     np.allclose(
+        ...         run.columns["mse_bound"], LinearRegression().fit(X, y).mse_bound(X, y, 0.5)
+        ...     )
+        ... )
         True
     """
     (releases, reweighted), utility = _releases(model, sigma), checked_metrics(metrics)
     first = releases[0][0]
     with_target = attributes is None if private_target is None else private_target
-    parts = [Release(each.sensitivity(X, y, private_target=with_target), scale) for each, scale in releases]
+    parts = [
+        Release(each.sensitivity(X, y, private_target=with_target), scale)
+        for each, scale in releases
+    ]
     width, coordinates = first.n_features_in_, parts[0].sensitivity.num_coordinates
-    names = _attribute_columns(first, attributes, {target: list(range(width, coordinates))} if with_target else {})
+    names = _attribute_columns(
+        first, attributes, {target: list(range(width, coordinates))} if with_target else {}
+    )
     private = sorted({column for own in names.values() for column in own})
     guess_of_private, values = _blind_guess(X, y, coordinates, private)
     spread = _scales(scales, values[1])
 
-    n, square, error = len(parts[0].sensitivity.X), *_measured(parts, spread, private, list(names.values()))
+    n, square, error = (
+        len(parts[0].sensitivity.X),
+        *_measured(parts, spread, private, list(names.values())),
+    )
     with np.errstate(divide="ignore"):
         bound = 1 / square
     # nothing was missed, and nothing is estimated
-    columns = {"fil": np.sqrt(square), "mse_bound": bound, "mse_bound_low": bound, "missed": np.zeros(n, np.int64)}
+    columns = {
+        "fil": np.sqrt(square),
+        "mse_bound": bound,
+        "mse_bound_low": bound,
+        "missed": np.zeros(n, np.int64),
+    }
     if reweighted is not None:  # beside η̄ of the same model fitted without weights
         from sklearn.base import clone
 
         unweighted = clone(first).fit(X, y).sensitivity(X, y, private_target=with_target)
         before, _ = _measured([Release(unweighted, releases[0][1])], spread, private, [])
-        columns |= {"sample_weight": np.asarray(reweighted, dtype=np.float64), "fil_before": np.sqrt(before)}
+        columns |= {
+            "sample_weight": np.asarray(reweighted, dtype=np.float64),
+            "fil_before": np.sqrt(before),
+        }
 
     blind = guess_of_private.judged(1 / spread[private], np.arange(n), n)
     units, labels = attribute_units or {}, groups or {}
@@ -146,17 +184,27 @@ def linear_run(
     about["linear"] |= {name: float(value) for name, value in (scores or {}).items()}
     if scales is not None:
         about["linear"]["scales"] = spread[private].tolist()
-        about["unit_of_inputs"] = "standard deviations of the column" if isinstance(scales, str) else "given units"
+        about["unit_of_inputs"] = (
+            "standard deviations of the column" if isinstance(scales, str) else "given units"
+        )
     about["metrics"] = utility
     if len(releases) == 1:
-        about["linear"] |= {"score_name": first.score_name, "score_by_noise": _score_by_noise(*releases[0], X, y)}
+        about["linear"] |= {
+            "score_name": first.score_name,
+            "score_by_noise": _score_by_noise(*releases[0], X, y),
+        }
     return SavedRun(
         about=about,
         ids=plain_names(range(n) if ids is None else ids),
         columns=columns | blind.column,
         attributes=Attributes(list(names), [units.get(name, "") for name in names], error, error),
-        groups={name: np.asarray([str(label) for label in own], dtype=str) for name, own in labels.items()},
-        questions=[_question(name, asked, releases, X, y) for name, asked in (questions or {}).items()],
+        groups={
+            name: np.asarray([str(label) for label in own], dtype=str)
+            for name, own in labels.items()
+        },
+        questions=[
+            _question(name, asked, releases, X, y) for name, asked in (questions or {}).items()
+        ],
         baselines=_baselines(values, spread, private, names, blind),
         records=_records(X, y, columns["fil"], list(names.values())),
     )
@@ -179,40 +227,66 @@ def _measured(
     return square, error
 
 
-def _check_lengths(n: int, ids: Sequence[Hashable] | None, groups: Mapping[str, Sequence[object]]) -> None:
+def _check_lengths(
+    n: int, ids: Sequence[Hashable] | None, groups: Mapping[str, Sequence[object]]
+) -> None:
     given = {f"grouping {name!r}": labels for name, labels in groups.items()}
     for what, entries in (given if ids is None else {"ids": ids, **given}).items():
-        require(len(entries) == n, f"{what} has {len(entries)} entries for {n} rows; give one each, in order")
+        if len(entries) != n:
+            raise ValueError(
+                f"{what} has {len(entries)} entries for {n} rows; give one each, in order"
+            )
 
 
 def _releases(model: Any, sigma: float | None) -> tuple[list[Released], np.ndarray | None]:
-    """Models with the σ of their release, and the weights that were chosen from the data, where there are such."""
+    """Models with the σ of their release, and the weights that were chosen from the data, where
+    there are such.
+    """
     if hasattr(model, "releases"):  # a composition
-        require(sigma is None, f"sigma={sigma}: a composition has a σ for each of its releases; pass sigma=None")
+        if sigma is not None:
+            raise ValueError(
+                f"sigma={sigma}: a composition has a σ for each of its releases; pass sigma=None"
+            )
         return list(model.releases), None
     if sigma is None or not 0 < sigma < float("inf"):
-        raise ValueError(f"sigma={sigma} must be positive and finite: without noise the release gives everything away")
+        raise ValueError(
+            f"sigma={sigma} must be positive and finite: without noise the release gives "
+            "everything away"
+        )
     if hasattr(model, "etas"):  # of iteratively_reweighted_fil
         return [(model.model, float(sigma))], model.sample_weight
     return [(model, float(sigma))], None
 
 
 def _score_by_noise(model: Any, sigma: float, X: Values, y: Values) -> list[list[float]]:
-    """Pairs of a σ and the mean score over its noise, on the fitted rows; without those whose mean is not finite."""
+    """Pairs of a σ and the mean score over its noise, on the fitted rows.
+
+    Without those whose mean is not finite.
+    """
     noises = [sigma * 2 ** (step / 2) for step in range(-4, 11)]
     scores = [model.expected_score(X, y, noise) for noise in noises]
-    return [[noise, score] for noise, score in zip(noises, scores, strict=True) if math.isfinite(score)]
+    return [
+        [noise, score] for noise, score in zip(noises, scores, strict=True) if math.isfinite(score)
+    ]
 
 
 def _attribute_columns(
     model: Any, attributes: Mapping[str, Columns] | None, of_target: Mapping[str, list[int]]
 ) -> dict[str, list[int]]:
-    """Each private attribute's columns, by number; the target's come last, under a name of its own."""
+    """Each private attribute's columns, by number.
+
+    The target's come last, under a name of its own.
+    """
     if attributes is None:
-        names = getattr(model, "feature_names_in_", [f"column {j}" for j in range(model.n_features_in_)])
+        names = getattr(
+            model, "feature_names_in_", [f"column {j}" for j in range(model.n_features_in_)]
+        )
         found = {str(name): [j] for j, name in enumerate(names)}
     else:
-        require(bool(attributes), "attributes is empty: nothing would be private; None makes every column private")
+        if not attributes:
+            raise ValueError(
+                "attributes is empty: nothing would be private; None makes every column private"
+            )
         found = {name: model.column_numbers(part) for name, part in attributes.items()}
     for target, own in of_target.items():
         while target in found:
@@ -221,15 +295,23 @@ def _attribute_columns(
     return found
 
 
-def _blind_guess(X: Values, y: Values, coordinates: int, private: list[int]) -> tuple[BlindGuess, np.ndarray]:
-    """What is private beside what is public; and mean, deviation and range of private coordinates, [4, d + t].
+def _blind_guess(
+    X: Values, y: Values, coordinates: int, private: list[int]
+) -> tuple[BlindGuess, np.ndarray]:
+    """What is private beside what is public.
 
-    A target of k classes is a corner of a simplex, with k − 1 coordinates within it: each has the deviation
-    sqrt(Σ p(1 − p)/(k − 1)), and nothing else about it is told.
+    And mean, deviation and range of private coordinates, [4, d + t].
+
+    A target of k classes is a corner of a simplex, with k − 1 coordinates within it: each has the
+    deviation sqrt(Σ p(1 − p)/(k − 1)), and nothing else about it is told.
     """
     inputs, targets, guess = as_array(X), as_array(y), BlindGuess()
     width = inputs.shape[1]
-    known, own, t = np.setdiff1d(np.arange(width), private), [j for j in private if j < width], coordinates - width
+    known, own, t = (
+        np.setdiff1d(np.arange(width), private),
+        [j for j in private if j < width],
+        coordinates - width,
+    )
     is_number = t < 2 and targets.dtype.kind in "biuf"
     labels = targets if is_number else np.unique(targets, return_inverse=True)[1].reshape(-1)
     of_target = labels[:, None] if is_number or not t else tangent_basis(t + 1).numpy()[labels]
@@ -252,21 +334,31 @@ def _scales(scales: Sequence[float] | str | None, deviations: np.ndarray) -> np.
     if scales is None:
         return np.ones_like(deviations)
     if isinstance(scales, str):
-        require(scales == "deviation", f"scales={scales!r} must be 'deviation', numbers or None")
+        if scales != "deviation":
+            raise ValueError(f"scales={scales!r} must be 'deviation', numbers or None")
         # a column with one value has nothing to guess: it counts as it is
         return np.where(deviations > 0, deviations, 1.0)
     given = np.asarray(scales, dtype=float)
-    fit = given.shape == deviations.shape and bool(((given > 0) & np.isfinite(given)).all())
-    require(fit, f"scales must be {len(deviations)} positive numbers, one for each private coordinate, targets last")
+    if not (given.shape == deviations.shape and bool(((given > 0) & np.isfinite(given)).all())):
+        raise ValueError(
+            f"scales must be {len(deviations)} positive numbers, one for each private coordinate, "
+            "targets last"
+        )
     return given
 
 
 def _baselines(
-    values: np.ndarray, scales: np.ndarray, private: list[int], names: Mapping[str, list[int]], blind: BlindGuess
+    values: np.ndarray,
+    scales: np.ndarray,
+    private: list[int],
+    names: Mapping[str, list[int]],
+    blind: BlindGuess,
 ) -> Baselines:
-    """What a blind guess errs by: of private coordinates together in their unit, of each attribute in its own.
+    """What a blind guess errs by: of private coordinates together in their unit, of each attribute
+    in its own.
 
-    An attribute of several columns has a deviation alone, the root mean square over its columns, as its error is.
+    An attribute of several columns has a deviation alone, the root mean square over its columns, as
+    its error is.
     """
     by_name = np.full((4, len(names)), np.nan)
     for place, own in enumerate(names.values()):
@@ -274,12 +366,17 @@ def _baselines(
         if len(own) == 1:
             by_name[:, place] = values[:, own[0]]
     errors = blind.errors([range(len(private))], 1 / scales[private])[:, 0]
-    by_attribute = blind.errors([list(map(private.index, own)) for own in names.values()], np.ones(len(private)))
+    by_attribute = blind.errors(
+        [list(map(private.index, own)) for own in names.values()], np.ones(len(private))
+    )
     return Baselines(Spread(*by_name), {}, blind.knows, errors, by_attribute)
 
 
 def _records(X: Values, y: Values, fil: np.ndarray, columns: list[list[int]]) -> Records | None:
-    """The attributes of the 10 rows that leak most and of typical ones; None for more than 64 attributes."""
+    """The attributes of the 10 rows that leak most and of typical ones.
+
+    None for more than 64 attributes.
+    """
     if len(columns) > RECORDED_ATTRIBUTES:
         return None
     rows, _ = most_exposed_and_typical(fil, np.ones(len(fil), dtype=bool), RECORDED_EXAMPLES)
@@ -290,18 +387,27 @@ def _records(X: Values, y: Values, fil: np.ndarray, columns: list[list[int]]) ->
     return Records(rows, np.where([len(own) == 1 for own in columns], values, np.nan))
 
 
-def _question(name: str, asked: Any, releases: Sequence[Released], X: Values, y: Values) -> QuestionRecord:
+def _question(
+    name: str, asked: Any, releases: Sequence[Released], X: Values, y: Values
+) -> QuestionRecord:
     """D = Δ²/(2σ²) between normal laws, of which the best attacker's success is known exactly."""
     if not isinstance(asked, BestGuess):
-        require(len(releases) == 1, f"question {name!r}: they are answered for one release, not for {len(releases)}")
+        if len(releases) != 1:
+            raise ValueError(
+                f"question {name!r}: they are answered for one release, not for {len(releases)}"
+            )
         asked = guess(releases[0][0], X, y, asked, releases[0][1])
     answers, divergence = list(asked.answers), asked.divergence
 
-    # where all have the same answer (the row is there, the number is what it is), the others are what could be
+    # where all have the same answer (the row is there, the number is what it is), the others are
+    # what could be
     first = int(asked.truth[0])
     complete = bool((asked.truth != first).any())
     if not complete and len(answers) > 1:
-        answers, divergence = answers[:first] + answers[first + 1 :], np.delete(divergence, first, axis=1)
+        answers, divergence = (
+            answers[:first] + answers[first + 1 :],
+            np.delete(divergence, first, axis=1),
+        )
     return QuestionRecord(name, answers, complete, divergence, divergence, law="normal")
 
 
@@ -314,11 +420,14 @@ def _about(
     hashed: tuple[Values, Values] | None,
 ) -> Facts:
     model, sigma = releases[0]
-    sizes = [np.size(each.coef_) + each.fit_intercept * np.size(each.intercept_) for each, _ in releases]
+    sizes = [
+        np.size(each.coef_) + each.fit_intercept * np.size(each.intercept_) for each, _ in releases
+    ]
     digest, alone = None if hashed is None else _digest(*hashed), len(releases) == 1
     name = ", ".join(type(each).__name__ for each, _ in releases)
 
-    # no steps and no ε: noise was added once to each released fit, and what follows is in closed form
+    # no steps and no ε: noise was added once to each released fit, and what follows is in closed
+    # form
     return {
         "kind": "linear",
         "title": f"{name} on {n:,} examples" if title is None else title,
@@ -336,7 +445,11 @@ def _about(
         },
         "unit_of_inputs": "",
         **dict.fromkeys(("epsilon", "delta", "accountant")),
-        "versions": {"torchfil": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        "versions": {
+            "torchfil": __version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
         "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "exact": True,
     }

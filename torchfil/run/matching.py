@@ -1,16 +1,18 @@
-"""Several runs beside each other: examples matched by id, who moved, whether one leaks more, and repetitions.
+"""Several runs beside each other: examples matched by id, who moved, whether one leaks more, and
+repetitions.
 
-**Whether a run leaks more than an earlier one, by more than chance explains.** Two runs of one recipe differ by noise,
-draws and probes. Compared are the examples that both runs tell of. For the k most exposed of them, each run's own, with
-k = m (all), ⌈m/20⌉ and 1, let
+**Whether a run leaks more than an earlier one, by more than chance explains.** Two runs of one
+recipe differ by noise, draws and probes. Compared are the examples that both runs tell of. For the
+k most exposed of them, each run's own, with k = m (all), ⌈m/20⌉ and 1, let
 
     L = (1/k) Σ log η̄_i,        s² = (1/k²) Σ s_i²,        s_i = max(0, −log(η̄_i √low_i)) / 1.96,
 
-with low_i the lower end of the MSE bound, at 95 %. More beyond chance is exp(L_after − L_before − 3√(s²_after +
-s²_before)) − 1. Closed forms have s = 0. An η̄ of 0 counts as the least that is not 0, and as exact. Examples share the
-course of the weights, which no interval has: hence 3, and not 1.96. Of 60 runs each of five small recipes, with their
-own first weights, at most 4.2 % of the pairs leaked more by any of the three, none by a tenth; and with half the noise,
-all did. Questions are compared by sqrt(D) at k = ⌈m/20⌉, and ε as it is.
+with low_i the lower end of the MSE bound, at 95 %. More beyond chance is exp(L_after − L_before −
+3√(s²_after + s²_before)) − 1. Closed forms have s = 0. An η̄ of 0 counts as the least that is not
+0, and as exact. Examples share the course of the weights, which no interval has: hence 3, and not
+1.96. Of 60 runs each of five small recipes, with their own first weights, at most 4.2 % of the
+pairs leaked more by any of the three, none by a tenth; and with half the noise, all did. Questions
+are compared by sqrt(D) at k = ⌈m/20⌉, and ε as it is.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ import numpy as np
 from torchfil.run import baselines
 from torchfil.run.baselines import NOT_MEASURED, is_told
 from torchfil.run.saved_run import MEASURED, SavedRun, audited_epsilon, value_at
-from torchfil.utils.errors import require
 from torchfil.utils.tables import as_texts
 from torchfil.utils.text import visible
 
@@ -35,9 +36,14 @@ _SAME = 1e-9  # relative difference up to which closed forms are the same
 
 
 def setting(run: SavedRun, name: str) -> Any:
-    """A value of ``about`` by its path, e.g. "mechanism.sigma", "unit" or "audited" (ε); None: missing or empty."""
+    """A value of ``about`` by its path, e.g. "mechanism.sigma", "unit" or "audited" (ε).
+
+    None: missing or empty.
+    """
     audit = run.about.get("audit")
-    value = value_at({**run.about, "unit": run.unit.kind, "audited": audit and audited_epsilon(audit)}, name)
+    value = value_at(
+        {**run.about, "unit": run.unit.kind, "audited": audit and audited_epsilon(audit)}, name
+    )
     return value if value != "" else None
 
 
@@ -50,20 +56,29 @@ def check_alike(before: SavedRun, after: SavedRun) -> None:
         ("linear.private", "what is private"),
     ):
         one, other = (setting(run, name) for run in (before, after))
-        alike = one == other or (name == "dataset.num_coordinates" and None in (one, other))
-        differ = f"the runs speak of different things: {what} is {one!r} in the first and {other!r} in the second"
-        require(alike, f"{differ}; compare runs that protect the same inputs")
+        if not (one == other or (name == "dataset.num_coordinates" and None in (one, other))):
+            raise ValueError(
+                f"the runs speak of different things: {what} is {one!r} in the first and "
+                f"{other!r} in the second; compare runs that protect the same inputs"
+            )
     one, other = (setting(run, "linear.scales") or 1.0 for run in (before, after))
-    require(np.allclose(one, other, rtol=0.01, atol=0), "inputs count in deviations that differ; save with scales=None")
+    if not np.allclose(one, other, rtol=0.01, atol=0):
+        raise ValueError("inputs count in deviations that differ; save with scales=None")
     asked, asked_after = ({q.name: q.answers for q in run.questions} for run in (before, after))
     both = asked.keys() & asked_after.keys()
     for name in both:
         one, other = (visible(", ".join(answers[name])) for answers in (asked, asked_after))
-        changed = f"{name!r} has the answers {one} in the first and {other} in the second"
-        require(asked[name] == asked_after[name], f"the runs answer different questions: {changed}")
+        if asked[name] != asked_after[name]:
+            raise ValueError(
+                f"the runs answer different questions: {name!r} has the answers {one} in the "
+                f"first and {other} in the second"
+            )
     one, other = (visible(", ".join(names)) for names in (asked, asked_after))
-    different = f"the runs answer different questions: {one} in the first, {other} in the second"
-    require(bool(both) or not (asked and asked_after), f"{different}; ask the same in both")
+    if not bool(both) and (asked and asked_after):
+        raise ValueError(
+            f"the runs answer different questions: {one} in the first, {other} in the second; ask "
+            "the same in both"
+        )
 
 
 def names_of(runs: Sequence[SavedRun]) -> list[np.ndarray]:
@@ -72,14 +87,18 @@ def names_of(runs: Sequence[SavedRun]) -> list[np.ndarray]:
     Raises:
         ValueError: A run has no examples, or an id twice.
     """
-    require(all(len(run) for run in runs), "a run without examples cannot be compared")
+    if not all(len(run) for run in runs):
+        raise ValueError("a run without examples cannot be compared")
     names = [np.asarray(run.ids) for run in runs]
     if len({own.dtype.kind for own in names}) > 1:
         names = [as_texts(own) for own in names]
     for own in names:
         count = len(np.unique(own))
-        often = f"ids of a run repeat ({count:,} different ones for {len(own):,} examples), so that nothing is matched"
-        require(count == len(own), f"{often}; save every run with ids")
+        if count != len(own):
+            raise ValueError(
+                f"ids of a run repeat ({count:,} different ones for {len(own):,} examples), so "
+                "that nothing is matched; save every run with ids"
+            )
     return names
 
 
@@ -87,11 +106,18 @@ def matched(before: SavedRun, after: SavedRun) -> tuple[SavedRun, SavedRun]:
     """Both runs with the examples alone that both have measured, in the order of their ids."""
     names = names_of([before, after])
     ids, *places = np.intersect1d(names[0], names[1], assume_unique=True, return_indices=True)
-    require(len(ids) > 0, "the runs share no ids, by which examples are matched; save them with the ids of one list")
+    if not len(ids) > 0:
+        raise ValueError(
+            "the runs share no ids, by which examples are matched; save them with the ids of one "
+            "list"
+        )
     one, other = (baselines.status_of(run) != NOT_MEASURED for run in (before, after))
     known = one[places[0]] & other[places[1]]
-    require(bool(known.any()), f"no example was measured in both runs, of {len(ids):,} that both have")
-    return replace(before, attacks=[]).take(places[0][known]), replace(after, attacks=[]).take(places[1][known])
+    if not known.any():
+        raise ValueError(f"no example was measured in both runs, of {len(ids):,} that both have")
+    return replace(before, attacks=[]).take(places[0][known]), replace(after, attacks=[]).take(
+        places[1][known]
+    )
 
 
 def clearly_moved(before: SavedRun, after: SavedRun) -> np.ndarray:
@@ -107,10 +133,13 @@ def clearly_moved(before: SavedRun, after: SavedRun) -> np.ndarray:
 
 
 def worsening(before: SavedRun, after: SavedRun) -> tuple[dict[str, float], np.ndarray, int]:
-    """By which share a run leaks more for certain, by what is compared; whom that concerns; how many were compared.
+    """By which share a run leaks more for certain, by what is compared; whom that concerns.
 
-    It is NaN for what the earlier run tells and the later one does not: a question, or ε at the same δ. The places in
-    ``after.ids`` are of those who are clearly more exposed, each by itself (:func:`clearly_moved`).
+    How many were compared.
+
+    It is NaN for what the earlier run tells and the later one does not: a question, or ε at the
+    same δ. The places in ``after.ids`` are of those who are clearly more exposed, each by itself
+    (:func:`clearly_moved`).
 
     Raises:
         ValueError: The runs share no ids, have an id twice, or speak of other inputs.
@@ -118,7 +147,9 @@ def worsening(before: SavedRun, after: SavedRun) -> tuple[dict[str, float], np.n
     check_alike(before, after)
     one, other = matched(before, after)
     # what was measured in some steps alone leaks more than shown
-    known = np.all([is_told(run) & (baselines.status_of(run) == MEASURED) for run in (one, other)], axis=0)
+    known = np.all(
+        [is_told(run) & (baselines.status_of(run) == MEASURED) for run in (one, other)], axis=0
+    )
     one, other = one.take(known), other.take(known)
     if not len(one):
         return {}, np.arange(0), 0
@@ -133,13 +164,19 @@ def worsening(before: SavedRun, after: SavedRun) -> tuple[dict[str, float], np.n
         found[f"question “{question.name}”"] = more
 
     # ε is exact
-    (spent, at), (now, there) = ((run.about.get("epsilon"), run.about.get("delta")) for run in (before, after))
+    (spent, at), (now, there) = (
+        (run.about.get("epsilon"), run.about.get("delta")) for run in (before, after)
+    )
     if spent is not None:
         told = now is not None and at == there
         more = 0.0 if now == spent else now / spent - 1 if told and spent else math.inf
         found["ε for everybody"] = more if told else math.nan
     worse = set(as_texts(np.asarray(other.ids)[clearly_moved(one, other) < 0]))
-    return found, np.flatnonzero([name in worse for name in as_texts(np.asarray(after.ids))]), len(one)
+    return (
+        found,
+        np.flatnonzero([name in worse for name in as_texts(np.asarray(after.ids))]),
+        len(one),
+    )
 
 
 def clearly_more(values: Sequence[np.ndarray], errors: Sequence[np.ndarray], share: float) -> float:
@@ -173,24 +210,45 @@ def _errors(run: SavedRun) -> np.ndarray:
 
 
 # of repetitions: the data, where and how they ran, what chance chose
-_MAY_DIFFER = ("data_sha256", "input_range", ".noise", "probe_precision", "steps_paused", "score_by_noise", ".scales")
+_MAY_DIFFER = (
+    "data_sha256",
+    "input_range",
+    ".noise",
+    "probe_precision",
+    "steps_paused",
+    "score_by_noise",
+    ".scales",
+)
 
 
 def check_same_recipe(runs: Mapping[str, SavedRun]) -> None:
     """Refuse runs that are not repetitions of one recipe, by their names.
 
-    Model, size of the data, δ and mechanism must agree: everything but noise, draws, the first weights and the data.
+    Model, size of the data, δ and mechanism must agree: everything but noise, draws, the first
+    weights and the data.
     """
 
     def recipe(run: SavedRun) -> dict[str, object]:
-        parts = {part: run.about.get(part) or {} for part in ("model", "dataset", "mechanism", "linear")}
-        parts["run"] = {"size": len(run), **{name: run.about.get(name) for name in ("kind", "delta", "merged")}}
-        facts = {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
+        parts = {
+            part: run.about.get(part) or {} for part in ("model", "dataset", "mechanism", "linear")
+        }
+        parts["run"] = {
+            "size": len(run),
+            **{name: run.about.get(name) for name in ("kind", "delta", "merged")},
+        }
+        facts = {
+            f"{part}.{name}": value
+            for part, values in parts.items()
+            for name, value in values.items()
+        }
         return {name: value for name, value in facts.items() if not name.endswith(_MAY_DIFFER)}
 
     (first, own), *others = ((name, recipe(run)) for name, run in runs.items())
     for name, theirs in others:
         for fact in sorted(own.keys() | theirs.keys()):
-            differ = f"{fact} is {own.get(fact)!r} in {first} and {theirs.get(fact)!r} in {name}"
-            remedy = "give repetitions of one recipe, or judge each run by itself"
-            require(own.get(fact) == theirs.get(fact), f"the runs are not of one recipe: {differ}; {remedy}")
+            if own.get(fact) != theirs.get(fact):
+                raise ValueError(
+                    f"the runs are not of one recipe: {fact} is {own.get(fact)!r} in {first} and "
+                    f"{theirs.get(fact)!r} in {name}; give repetitions of one recipe, or judge "
+                    "each run by itself"
+                )

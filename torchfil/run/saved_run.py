@@ -1,4 +1,6 @@
-"""A finished run: what a report, a gate or another program reads, without the model and the data."""
+"""A finished run: what a report, a gate or another program reads, without the model and the
+data.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from torchfil.guessing import largest_success, largest_true_positive_rate
 from torchfil.run.unit import Facts, Unit, unit_of
-from torchfil.utils.errors import RunFileError, installed_by, require
+from torchfil.utils.errors import RunFileError, installed_by
 from torchfil.utils.tables import ArrowTable, Columns, as_texts
 from torchfil.utils.text import html_table, visible
 
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
 
 MEASURED, LOWER_BOUND, NOT_MEASURED = 0, 1, 2
 _STATUS = np.array(["measured", "lower bound", "not measured"])
-BLANK_WHERE_UNKNOWN = ("fil", "fil_error", "sampling_error", "mse_bound", "mse_bound_low")  # columns
-ByExample = Union[np.ndarray, "StoredArray"]  # an array with an entry for every example, or one on the disk
+# columns
+BLANK_WHERE_UNKNOWN = ("fil", "fil_error", "sampling_error", "mse_bound", "mse_bound_low")
+# an array with an entry for every example, or one on the disk
+ByExample = Union[np.ndarray, "StoredArray"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +41,8 @@ class Attributes:
     Attributes:
         names: k names.
         units: k units, "" where there is none.
-        error: 1/sqrt(I_jj) in the attribute's own unit, [n, k]: an unbiased guess is off by at least this, on average.
-            An estimate from one run; infinite where nothing leaked.
+        error: 1/sqrt(I_jj) in the attribute's own unit, [n, k]: an unbiased guess is off by at
+            least this, on average. An estimate from one run; infinite where nothing leaked.
         error_low: The lower end of its 95 % interval, [n, k], or None where it is not known.
     """
 
@@ -48,24 +52,31 @@ class Attributes:
     error_low: ByExample | None = None
 
     def __post_init__(self) -> None:
-        texts = all(isinstance(text, str) for text in (*self.names, *self.units))
-        require(texts, "names and units of attributes must be texts")
+        if not all(isinstance(text, str) for text in (*self.names, *self.units)):
+            raise ValueError("names and units of attributes must be texts")
         for name, count in Counter(self.names).most_common(1):
-            remedy = f"names must differ, such as '{name} = …' for each level of a one-hot attribute"
-            require(count == 1, f"attribute {name!r} is named {count} times; {remedy}")
+            if count != 1:
+                raise ValueError(
+                    f"attribute {name!r} is named {count} times; names must differ, such as "
+                    f"'{name} = …' for each level of a one-hot attribute"
+                )
 
     @property
     def shown(self) -> ByExample:
-        """What is shown, [n, k]: the lower end; the error itself, an estimate, where that end is not known."""
+        """What is shown, [n, k]: the lower end.
+
+        The error itself, an estimate, where that end is not known.
+        """
         return self.error if self.error_low is None else self.error_low
 
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """How values are spread over examples: mean, standard deviation and range, of one thing or [k] each.
+    """How values are spread over examples: mean, standard deviation and range, of one thing or [k]
+    each.
 
-    NaN where it is not known. Of a categorical attribute ``std`` alone is: the root mean squared error, over levels, of
-    answering every level's share.
+    NaN where it is not known. Of a categorical attribute ``std`` alone is: the root mean squared
+    error, over levels, of answering every level's share.
     """
 
     mean: np.ndarray
@@ -76,17 +87,20 @@ class Spread:
 
 @dataclass(frozen=True, eq=False)
 class Baselines:
-    """How the data is spread, for somebody who guesses without the model. Private: never part of a public page.
+    """How the data is spread, for somebody who guesses without the model.
 
-    A blind guess answers the best that is public: ``knows`` says what. Examples with the same public label are a class;
-    the column ``public_class`` has the place of each example's.
+    Private: never part of a public page.
+
+    A blind guess answers the best that is public: ``knows`` says what. Examples with the same
+    public label are a class; the column ``public_class`` has the place of each example's.
 
     Attributes:
         attributes: Of each attribute, [k], in its own unit; [0] where attributes were not tracked.
         levels: By categorical attribute, the share of each level.
         knows: What the blind guess answers, after "a blind guess answers".
         errors: What it is off by (root mean square over inputs), by class, [c].
-        attribute_errors: The same of each attribute, in its own unit, [c, k] or, the same in all classes, [1, k].
+        attribute_errors: The same of each attribute, in its own unit, [c, k] or, the same in all
+            classes, [1, k].
     """
 
     attributes: Spread
@@ -103,11 +117,12 @@ class QuestionRecord:
     Attributes:
         name: Of the question.
         answers: m names.
-        complete: Whether the answers are all that are possible, the true one among them (with D = 0).
+        complete: Whether the answers are all that are possible, the true one among them (with D =
+            0).
         divergence: D = KL(P ‖ P′), [n, m].
         divergence_high: The upper end of its 95 % interval, [n, m].
-        law: "normal" where P and P′ are normal laws of one covariance, as in a linear model's release, so that D tells
-            what the best attacker attains; "any": D bounds it.
+        law: "normal" where P and P′ are normal laws of one covariance, as in a linear model's
+            release, so that D tells what the best attacker attains; "any": D bounds it.
         membership: Whether it asks if the example is in the data at all.
     """
 
@@ -128,13 +143,16 @@ class QuestionRecord:
         return self._attained(lambda d: ndtr(ndtri(at) + np.sqrt(2 * d)), lambda d: most(d, at))
 
     def success(self) -> np.ndarray:
-        """How often any attacker tells the true answer from the worst other one, equally likely, at most, [n].
+        """How often any attacker tells the true answer from the worst other one, equally likely, at
+        most, [n].
 
         Φ(sqrt(D/2)) between normal laws; NaN where D is not known.
         """
         return self._attained(lambda d: ndtr(np.sqrt(d / 2)), lambda d: largest_success(d, 0.5))
 
-    def _attained(self, normal: Callable[[np.ndarray], np.ndarray], bound: Callable[[Tensor], Tensor]) -> np.ndarray:
+    def _attained(
+        self, normal: Callable[[np.ndarray], np.ndarray], bound: Callable[[Tensor], Tensor]
+    ) -> np.ndarray:
         worst = np.asarray(self.divergence_high, dtype=np.float64).max(axis=1)
         found, known = np.full(len(worst), np.nan), ~np.isnan(worst)
         at = worst[known]
@@ -144,10 +162,12 @@ class QuestionRecord:
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """The attributes of some examples, as they stand in the data. Private: never part of a public page.
+    """The attributes of some examples, as they stand in the data.
 
-    With beliefs aside, 95 % of an unbiased attacker's estimates at the bound lie within value ± 1.96 · error
-    (:attr:`Attributes.error`).
+    Private: never part of a public page.
+
+    With beliefs aside, 95 % of an unbiased attacker's estimates at the bound lie within value ±
+    1.96 · error (:attr:`Attributes.error`).
 
     Attributes:
         rows: Places in ``ids``, [m], the most exposed first, then some next to the median of η̄.
@@ -165,8 +185,10 @@ class Texts:
     Attributes:
         rows: Places in ``ids``, [m].
         words: m lists of words.
-        fil: η_t = sqrt(Σ_j I_jj / w) over the w coordinates of word t, [m, T]; NaN behind a text's end.
-        plis: ‖∂PL/∂z_t‖ over the same coordinates, at the weights when it was saved, [m, T]; None: not known.
+        fil: η_t = sqrt(Σ_j I_jj / w) over the w coordinates of word t, [m, T]; NaN behind a text's
+            end.
+        plis: ‖∂PL/∂z_t‖ over the same coordinates, at the weights when it was saved, [m, T]; None:
+            not known.
     """
 
     rows: np.ndarray
@@ -186,7 +208,8 @@ class AttackRecord:
         predicted: The bound, [m].
         achieved: The attack's error in the same unit, [m].
         violated: Whether ``achieved`` lies below the bound beyond chance, [m] booleans.
-        testable: Whether the attack saw the model, in more than one trial, so that it could have violated a bound.
+        testable: Whether the attack saw the model, in more than one trial, so that it could have
+            violated a bound.
         untestable: Why not, in words; "" where it could.
         blind: The error of a guess without the model, [m], or None where it is not known.
     """
@@ -212,13 +235,17 @@ def checked_metrics(metrics: Mapping[str, object] | None) -> dict[str, Facts]:
         >>> checked_metrics({"accuracy": (0.93, "on 360 held out")})
         {'accuracy': {'value': 0.93, 'on': '360 held out'}}
     """
-    require(isinstance(metrics, Mapping | None), f"metrics={metrics!r} must be a dict, e.g. {{'accuracy': 0.93}}")
+    if not isinstance(metrics, Mapping | None):
+        raise ValueError(f"metrics={metrics!r} must be a dict, e.g. {{'accuracy': 0.93}}")
     kept = {}
     for name, given in (metrics or {}).items():
         value, on = given if isinstance(given, tuple) and len(given) == 2 else (given, "")
         number = float(value) if hasattr(value, "__float__") else math.nan
-        fits = isinstance(name, str) and isinstance(on, str) and math.isfinite(number)
-        require(fits, f"metrics={{{name!r}: {given!r}}} must be a finite number, or (number, what it was measured on)")
+        if not (isinstance(name, str) and isinstance(on, str) and math.isfinite(number)):
+            raise ValueError(
+                f"metrics={{{name!r}: {given!r}}} must be a finite number, or (number, what it "
+                "was measured on)"
+            )
         kept[name] = {"value": number, "on": on.removeprefix("on ")}
     return kept
 
@@ -227,31 +254,38 @@ def checked_metrics(metrics: Mapping[str, object] | None) -> dict[str, Facts]:
 class SavedRun(ArrowTable):
     """A finished run, as arrays and plain values. Confidential: it depends on private data.
 
-    For pandas, Polars, DuckDB and other readers of Arrow it is a table with one row per example, the columns of a
-    report's leakage.csv: :meth:`to_pandas`, :meth:`to_polars`, :meth:`to_arrow`, ``__arrow_c_stream__``.
+    For pandas, Polars, DuckDB and other readers of Arrow it is a table with one row per example,
+    the columns of a report's leakage.csv: :meth:`to_pandas`, :meth:`to_polars`, :meth:`to_arrow`,
+    ``__arrow_c_stream__``.
 
     Attributes:
-        about: JSON values: title, model (with not_smooth: the layers or calls whose derivative jumps), dataset,
-            mechanism, epsilon, delta, accountant, versions, probe_seed, created, exact; kind "linear" and linear for a
-            linear model's release (:mod:`torchfil.run.linear_run`); merged for the mean over several runs; metrics, by
-            name {value, on}: what the model is good for, and on what; noise_choice where pilots chose σ, equalised
-            where torchfil.equalise chose the clip weights; audit, what canaries showed beside the claimed ε
-            (``engine.audit(delta=…).as_dict()``), None without canaries.
-        ids: The examples' names, [n], int64 or strings (of Python's, dtype object, where they come from a file).
-        columns: By name, [n] each: fil, fil_error, sampling_error, mse_bound, mse_bound_low, participations, missed,
-            squared_norm, epsilon (individual) where it was computed, clip_weight where weights were given, and
-            fil_before, the FIL of a run without them (NaN: not measured), where it was saved; num_rows, how many rows
-            each person has, where the unit is the person.
+        about: JSON values: title, model (with not_smooth: the layers or calls whose derivative
+            jumps), dataset, mechanism, epsilon, delta, accountant, versions, probe_seed, created,
+            exact; kind "linear" and linear for a linear model's release
+            (:mod:`torchfil.run.linear_run`); merged for the mean over several runs; metrics, by
+            name {value, on}: what the model is good for, and on what; noise_choice where pilots
+            chose σ, equalised where torchfil.equalise chose the clip weights; audit, what canaries
+            showed beside the claimed ε (``engine.audit(delta=…).as_dict()``), None without
+            canaries.
+        ids: The examples' names, [n], int64 or strings (of Python's, dtype object, where they come
+            from a file).
+        columns: By name, [n] each: fil, fil_error, sampling_error, mse_bound, mse_bound_low,
+            participations, missed, squared_norm, epsilon (individual) where it was computed,
+            clip_weight where weights were given, and fil_before, the FIL of a run without them
+            (NaN: not measured), where it was saved; num_rows, how many rows each person has, where
+            the unit is the person.
         attributes: Per-attribute errors, where they were tracked.
         groups: By grouping, [n] labels (strings) each.
-        records: The attributes of the most exposed examples, and of typical ones, as they stand in the data.
+        records: The attributes of the most exposed examples, and of typical ones, as they stand in
+            the data.
         texts: The most exposed examples as words.
         history: Over training time: step [t], fil_median, fil_q95, fil_max [t]; may be empty.
         bounds: JSON values: rdp_mse_bound, rero; may be empty.
         attacks: Results of attacks; may be empty.
         questions: What any attacker could tell; may be empty.
-        rounds: What torchfil.equalise did, by name, [r] numbers each: worst, worst_end, spread, num_below, num_spared,
-            smallest_weight, score, epsilon, seconds, fresh (NaN: not known); may be empty.
+        rounds: What torchfil.equalise did, by name, [r] numbers each: worst, worst_end, spread,
+            num_below, num_spared, smallest_weight, score, epsilon, seconds, fresh (NaN: not known);
+            may be empty.
         baselines: How the data is spread; None where the data could not be read again.
     """
 
@@ -270,31 +304,56 @@ class SavedRun(ArrowTable):
     records: Records | None = None
 
     def __post_init__(self) -> None:
-        require(isinstance(self.about, dict) and isinstance(self.bounds, dict), "about and bounds must be dicts")
+        if not (isinstance(self.about, dict) and isinstance(self.bounds, dict)):
+            raise ValueError("about and bounds must be dicts")
         _check_kinds(self.about)
-        named = self.ids.ndim == 1 and self.ids.dtype.kind in "iUO"
-        require(named, f"ids must be [n] integers or strings, got {self.ids.dtype} {list(self.ids.shape)}")
-        text = [name for name, values in _unread(self.columns).items() if values.dtype.kind not in "biuf"]
-        require(not text, f"columns {text} hold no numbers; put labels into groups")
+        if not (self.ids.ndim == 1 and self.ids.dtype.kind in "iUO"):
+            raise ValueError(
+                f"ids must be [n] integers or strings, got {self.ids.dtype} {list(self.ids.shape)}"
+            )
+        text = [
+            name
+            for name, values in _unread(self.columns).items()
+            if values.dtype.kind not in "biuf"
+        ]
+        if text:
+            raise ValueError(f"columns {text} hold no numbers; put labels into groups")
         for what, found, expected in self._shapes():
-            require(found == expected, f"{what} has shape {list(found)}, and not {list(expected)}")
+            if found != expected:
+                raise ValueError(f"{what} has shape {list(found)}, and not {list(expected)}")
         for what, part, _ in self._of_some():
             first, last = int(part.rows.min(initial=0)), int(part.rows.max(initial=0))
             inside = not len(part.rows) or 0 <= first <= last < len(self)
-            require(inside, f"{what}: rows must lie in 0 … {len(self) - 1}, got {first} … {last}")
+            if not inside:
+                raise ValueError(
+                    f"{what}: rows must lie in 0 … {len(self) - 1}, got {first} … {last}"
+                )
         if self.baselines is not None:
-            strange = self.baselines.levels.keys() - set(self.attributes.names if self.attributes is not None else ())
-            require(not strange, f"baselines: levels of {sorted(strange)}, which are no attributes")
+            strange = self.baselines.levels.keys() - set(
+                self.attributes.names if self.attributes is not None else ()
+            )
+            if strange:
+                raise ValueError(f"baselines: levels of {sorted(strange)}, which are no attributes")
             classes, count = self.columns.get("public_class"), len(self.baselines.errors)
-            inside = count == 1 if classes is None else not len(self) or 0 <= classes.min() <= classes.max() < count
-            require(bool(inside), f"baselines have {count} public classes, which are not those of public_class")
+            inside = (
+                count == 1
+                if classes is None
+                else not len(self) or 0 <= classes.min() <= classes.max() < count
+            )
+            if not inside:
+                raise ValueError(
+                    f"baselines have {count} public classes, which are not those of public_class"
+                )
         self._check_values()
 
     def _shapes(self) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
         """What has a shape, the shape that it has, and the one that fits the rest of the run."""
         n, k = len(self), 0 if self.attributes is None else len(self.attributes.names)
         for kind, columns in (("column", self.columns), ("grouping", self.groups)):
-            yield from ((f"{kind} {name!r}", values.shape, (n,)) for name, values in _unread(columns).items())
+            yield from (
+                (f"{kind} {name!r}", values.shape, (n,))
+                for name, values in _unread(columns).items()
+            )
         if self.attributes is not None:
             yield "attributes: units", (len(self.attributes.units),), (k,)
             for name, width in (("error", (n, k)), ("error_low", (n, k))):
@@ -308,18 +367,32 @@ class SavedRun(ArrowTable):
         if self.records is not None:
             yield "records: values", self.records.values.shape, (len(self.records.rows), k)
         if self.baselines is not None:
-            yield from (("baselines", np.shape(values), (k,)) for values in vars(self.baselines.attributes).values())
+            yield from (
+                ("baselines", np.shape(values), (k,))
+                for values in vars(self.baselines.attributes).values()
+            )
             by_class, classes = self.baselines.attribute_errors, len(self.baselines.errors)
-            yield "baselines: attribute_errors", by_class.shape, (classes if len(by_class) > 1 else 1, k)
+            yield (
+                "baselines: attribute_errors",
+                by_class.shape,
+                (classes if len(by_class) > 1 else 1, k),
+            )
         for name, series in (("history", self.history), ("rounds", self.rounds)):
             length = max((values.size for values in series.values()), default=0)
-            yield from ((f"{name}: {column!r}", values.shape, (length,)) for column, values in series.items())
+            yield from (
+                (f"{name}: {column!r}", values.shape, (length,))
+                for column, values in series.items()
+            )
         for what, part, names in self._of_some():
             arrays = (getattr(part, name) for name in names)
-            yield from ((what, (len(each),), (len(part.rows),)) for each in arrays if each is not None)
+            yield from (
+                (what, (len(each),), (len(part.rows),)) for each in arrays if each is not None
+            )
 
     def _of_some(self) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-        """What has entries for some examples, by their rows: its name, the record, and the fields that hold them."""
+        """What has entries for some examples, by their rows: its name, the record, and the fields
+        that hold them.
+        """
         if self.records is not None:
             yield "records", self.records, ("values",)
         if self.texts is not None:
@@ -340,14 +413,18 @@ class SavedRun(ArrowTable):
         return len(self.ids)
 
     def take(self, rows: np.ndarray | slice) -> SavedRun:
-        """Some of the examples, in memory, as if the run had no others; records and texts are left out.
+        """Some of the examples, in memory, as if the run had no others.
+
+        Records and texts are left out.
 
         Args:
             rows: Their places, ascending, or a slice.
         """
         places = np.arange(len(self))[rows]
 
-        def some(record: object, names: Sequence[str], rows: np.ndarray | slice = rows) -> dict[str, Any]:
+        def some(
+            record: object, names: Sequence[str], rows: np.ndarray | slice = rows
+        ) -> dict[str, Any]:
             parts = {name: getattr(record, name) for name in names}
             return {name: values[rows] for name, values in parts.items() if values is not None}
 
@@ -357,7 +434,9 @@ class SavedRun(ArrowTable):
         for attack in self.attacks:
             inside = np.isin(attack.rows, places)
             kept = some(attack, ("predicted", "achieved", "violated", "blind"), inside)
-            attacks.append(replace(attack, rows=np.searchsorted(places, attack.rows[inside]), **kept))
+            attacks.append(
+                replace(attack, rows=np.searchsorted(places, attack.rows[inside]), **kept)
+            )
         return replace(
             self,
             ids=np.asarray(self.ids[rows]),
@@ -367,16 +446,24 @@ class SavedRun(ArrowTable):
             records=None,
             texts=None,
             attacks=attacks,
-            questions=[replace(each, **some(each, ("divergence", "divergence_high"))) for each in self.questions],
+            questions=[
+                replace(each, **some(each, ("divergence", "divergence_high")))
+                for each in self.questions
+            ],
         )
 
     def slices(self, size: int) -> Iterator[SavedRun]:
-        """The run in parts of so many examples, one after the other; one part where there is none."""
+        """The run in parts of so many examples, one after the other.
+
+        One part where there is none.
+        """
         for start in range(0, max(len(self), 1), size):
             yield self.take(slice(start, start + size))
 
     def coded_group(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """A grouping's different labels, sorted, and the place of each example's among them, [n]."""
+        """A grouping's different labels, sorted, and the place of each example's among them,
+        [n].
+        """
         from torchfil.run.stored import coded  # needs pyarrow
 
         return coded(_unread(self.groups)[name])
@@ -388,7 +475,9 @@ class SavedRun(ArrowTable):
             RunFileError: The run was saved without it.
         """
         if name not in self.columns:
-            raise RunFileError(f"the run has no column {name!r}; it has {', '.join(self.columns) or 'none'}")
+            raise RunFileError(
+                f"the run has no column {name!r}; it has {', '.join(self.columns) or 'none'}"
+            )
         return np.asarray(self.columns[name], dtype=np.float64)
 
     @property
@@ -415,16 +504,28 @@ class SavedRun(ArrowTable):
         """The run in short, as (name, text)."""
         about, lines = self.about, [("title", visible(str(self.about.get("title", ""))))]
         if about.get("epsilon") is not None:
-            lines.append(("ε", f"{about['epsilon']:.3g} at δ = {about.get('delta')} (a guarantee for everybody)"))
+            lines.append(
+                (
+                    "ε",
+                    f"{about['epsilon']:.3g} at δ = {about.get('delta')} (a guarantee for "
+                    "everybody)",
+                )
+            )
         if "fil" in self.columns:
             fil = self.column("fil")[status_of(self) != NOT_MEASURED]
             lines.append((f"{self.unit.many} measured", f"{len(fil):,} of {len(self):,}"))
             if len(fil):
                 bounds = "unbiased attackers, on average over runs"
-                lines.append(("FIL η̄", f"median {np.median(fil):.3g}, largest {fil.max():.3g} ({bounds})"))
+                lines.append(
+                    ("FIL η̄", f"median {np.median(fil):.3g}, largest {fil.max():.3g} ({bounds})")
+                )
         names = ("attributes", "groups", "questions", "attacks", "records", "texts", "baselines")
         kept = [name for name in names if getattr(self, name)]
-        return [*lines, ("columns", ", ".join(self.columns)), ("also has", ", ".join(kept) or "nothing else")]
+        return [
+            *lines,
+            ("columns", ", ".join(self.columns)),
+            ("also has", ", ".join(kept) or "nothing else"),
+        ]
 
     @property
     def unit(self) -> Unit:
@@ -433,14 +534,17 @@ class SavedRun(ArrowTable):
 
     @property
     def clip_weights(self) -> np.ndarray:
-        """ω that each example's clipped gradient was multiplied by, [n]; 1 where none were given."""
+        """ω that each example's clipped gradient was multiplied by, [n]; 1 where none were
+        given.
+        """
         return self.columns.get("clip_weight", np.ones(len(self)))
 
 
 def status_of(run: SavedRun) -> np.ndarray:
     """MEASURED, LOWER_BOUND (some participations were not measured) or NOT_MEASURED, uint8 [n].
 
-    An example that no batch drew, or whose every step was skipped, has η̄ = 0 in the table; one run says nothing of it.
+    An example that no batch drew, or whose every step was skipped, has η̄ = 0 in the table; one run
+    says nothing of it.
     """
     columns = run.columns
     fil = run.column("fil")
@@ -449,19 +553,24 @@ def status_of(run: SavedRun) -> np.ndarray:
     if "participations" in columns:
         unknown |= np.asarray(columns["participations"]) - missed <= 0
     if "sampling_error" in columns:
-        unknown |= np.isinf(np.asarray(columns["sampling_error"], dtype=np.float64)) & np.isfinite(fil)
+        unknown |= np.isinf(np.asarray(columns["sampling_error"], dtype=np.float64)) & np.isfinite(
+            fil
+        )
     mechanism = run.about.get("mechanism") or {}
     rate = mechanism.get("fil_rate")
     if mechanism.get("rel_error") is not None or (rate is not None and rate < 1):
         unknown |= fil == 0
-    return np.where(unknown, NOT_MEASURED, np.where(missed > 0, LOWER_BOUND, MEASURED)).astype(np.uint8)
+    return np.where(unknown, NOT_MEASURED, np.where(missed > 0, LOWER_BOUND, MEASURED)).astype(
+        np.uint8
+    )
 
 
 def leakage_columns(run: SavedRun) -> dict[str, np.ndarray]:
     """The columns of a run's table, and of a report's leakage.csv, [n] each.
 
-    They are id, status, the run's columns, groups, and "least error of" every attribute: the lower end of the error's
-    interval, or the error itself where the end is not known. What was not measured is NaN (an empty cell), not zero.
+    They are id, status, the run's columns, groups, and "least error of" every attribute: the lower
+    end of the error's interval, or the error itself where the end is not known. What was not
+    measured is NaN (an empty cell), not zero.
     """
     status = status_of(run)
     unknown = status == NOT_MEASURED
@@ -478,30 +587,74 @@ def leakage_columns(run: SavedRun) -> dict[str, np.ndarray]:
 
 
 def _unread(columns: Mapping[str, np.ndarray]) -> Mapping[str, ByExample]:
-    """Columns by name with their shapes and types, of which those of a large file are not read yet."""
+    """Columns by name with their shapes and types, of which those of a large file are not read
+    yet.
+    """
     return getattr(columns, "data", columns)
 
 
-_KNOWN_COLUMNS = ("participations", "missed", "clip_weight", "num_rows")  # of every example; NaN would count as none
+# of every example; NaN would count as none
+_KNOWN_COLUMNS = ("participations", "missed", "clip_weight", "num_rows")
 _COLUMNS = (
-    *("fil", "fil_error", "sampling_error", "mse_bound", "mse_bound_low", "squared_norm", "epsilon", "fil_before"),
+    *(
+        "fil",
+        "fil_error",
+        "sampling_error",
+        "mse_bound",
+        "mse_bound_low",
+        "squared_norm",
+        "epsilon",
+        "fil_before",
+    ),
     *_KNOWN_COLUMNS,
 )
 _SHARES = ("delta", "mechanism.sample_rate", "mechanism.fil_rate", "noise_choice.confidence")
 _NUMBERS = (
     *_SHARES,
-    *("epsilon", "model.num_parameters", "mechanism.noise_multiplier", "mechanism.sigma", "mechanism.l2"),
+    *(
+        "epsilon",
+        "model.num_parameters",
+        "mechanism.noise_multiplier",
+        "mechanism.sigma",
+        "mechanism.l2",
+    ),
     *("mechanism.releases", "mechanism.max_grad_norm", "mechanism.steps", "mechanism.num_probes"),
-    *("mechanism.rel_error", "mechanism.expected_batch_size", "noise_choice.num_pilots", "noise_choice.headroom"),
-    *("equalised.target", "equalised.epsilon_of_all_rounds", "merged.runs", "merged.epsilon_of_all"),
+    *(
+        "mechanism.rel_error",
+        "mechanism.expected_batch_size",
+        "noise_choice.num_pilots",
+        "noise_choice.headroom",
+    ),
+    *(
+        "equalised.target",
+        "equalised.epsilon_of_all_rounds",
+        "merged.runs",
+        "merged.epsilon_of_all",
+    ),
 )
 _KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     **dict.fromkeys(
-        ("model", "dataset", "mechanism", "versions", "noise_choice", "equalised", "linear", "merged"), ("a dict", dict)
+        (
+            "model",
+            "dataset",
+            "mechanism",
+            "versions",
+            "noise_choice",
+            "equalised",
+            "linear",
+            "merged",
+        ),
+        ("a dict", dict),
     ),
-    **dict.fromkeys(("kind", "title", "accountant", "created", "mechanism.probe_precision"), ("a text", str)),
-    **dict.fromkeys(("noise_choice.target", "equalised.question", "equalised.stopped"), ("a text", str)),
-    **dict.fromkeys(("exact", "equalised.met", "mechanism.noise_multiplier_default"), ("true or false", bool)),
+    **dict.fromkeys(
+        ("kind", "title", "accountant", "created", "mechanism.probe_precision"), ("a text", str)
+    ),
+    **dict.fromkeys(
+        ("noise_choice.target", "equalised.question", "equalised.stopped"), ("a text", str)
+    ),
+    **dict.fromkeys(
+        ("exact", "equalised.met", "mechanism.noise_multiplier_default"), ("true or false", bool)
+    ),
     **dict.fromkeys(_NUMBERS, ("a number, 0 or more", (int, float))),
     **dict.fromkeys(_SHARES, ("a number between 0 and 1", (int, float))),
     "metrics": ("a dict", dict),
@@ -512,7 +665,9 @@ _REFUTED = 0.001  # an audit refutes the claimed ε where its p-value is smaller
 
 @cache
 def _about_type() -> type:
-    """What is checked of an audit and of what is not smooth: which fields there are, and of what kind."""
+    """What is checked of an audit and of what is not smooth: which fields there are, and of what
+    kind.
+    """
     import msgspec
     from msgspec import Meta
 
@@ -530,14 +685,19 @@ def _about_type() -> type:
         ],
     )
     model = msgspec.defstruct("_Model", [("not_smooth", list[str], [])])
-    return msgspec.defstruct("_About", [("audit", audit | None, None), ("model", model | None, None)])
+    return msgspec.defstruct(
+        "_About", [("audit", audit | None, None), ("model", model | None, None)]
+    )
 
 
 def value_at(values: object, path: str) -> Any:
     """A value in nested dicts by its path; None where it is not there.
 
     Example:
-        >>> value_at({"mechanism": {"sigma": 2.0}}, "mechanism.sigma"), value_at({"mechanism": None}, "mechanism.sigma")
+        >>> (
+        ...     value_at({"mechanism": {"sigma": 2.0}}, "mechanism.sigma"),
+        ...     value_at({"mechanism": None}, "mechanism.sigma"),
+        ... )
         (2.0, None)
     """
     for key in path.split("."):
@@ -546,10 +706,14 @@ def value_at(values: object, path: str) -> Any:
 
 
 def audited_epsilon(audit: Facts) -> float:
-    """The audited ε as readers see it: a lower bound, so rounded down to two digits, or to three above the claim.
+    """The audited ε as readers see it: a lower bound, so rounded down to two digits, or to three
+    above the claim.
 
     Example:
-        >>> audited_epsilon({"epsilon": 1.199, "claimed": 2.5}), audited_epsilon({"epsilon": 2.559, "claimed": 2.5})
+        >>> (
+        ...     audited_epsilon({"epsilon": 1.199, "claimed": 2.5}),
+        ...     audited_epsilon({"epsilon": 2.559, "claimed": 2.5}),
+        ... )
         (1.1, 2.55)
     """
     digits = Context(2 + (audit["epsilon"] > audit["claimed"]), ROUND_FLOOR)
@@ -560,7 +724,10 @@ def jumps_of(about: Facts) -> str:
     """What of a run's model is not smooth, in words; "": nothing is.
 
     Example:
-        >>> jumps_of({"model": {"not_smooth": ["layer 1 (ReLU)"]}}), jumps_of({"model": {"not_smooth": []}})
+        >>> (
+        ...     jumps_of({"model": {"not_smooth": ["layer 1 (ReLU)"]}}),
+        ...     jumps_of({"model": {"not_smooth": []}}),
+        ... )
         ('layer 1 (ReLU)', '')
     """
     names = value_at(about, "model.not_smooth") or []
@@ -568,22 +735,36 @@ def jumps_of(about: Facts) -> str:
 
 
 def _check_kinds(about: Facts) -> None:
-    """Raise for entries of another kind than whoever reads them expects; what is missing or None is fine."""
+    """Raise for entries of another kind than whoever reads them expects.
+
+    What is missing or None is fine.
+    """
     for name, (expected, kinds) in _KINDS.items():
         value = value_at(about, name)
-        fits = value is None or (isinstance(value, kinds) and (kinds is bool or not isinstance(value, bool)))
+        fits = value is None or (
+            isinstance(value, kinds) and (kinds is bool or not isinstance(value, bool))
+        )
         if fits and isinstance(value, list):
-            fits = len(value) == 2 and all(isinstance(end, int | float) and not isinstance(end, bool) for end in value)
+            fits = len(value) == 2 and all(
+                isinstance(end, int | float) and not isinstance(end, bool) for end in value
+            )
         if fits and name in _NUMBERS and value is not None:
             fits = 0 <= value <= (1 if name in _SHARES else math.inf)  # not NaN, either
-        require(fits, f"about: {name!r} is {value!r}, which is not {expected}")
-    checked_metrics({name: (each["value"], each["on"]) for name, each in (about.get("metrics") or {}).items()})
+        if not fits:
+            raise ValueError(f"about: {name!r} is {value!r}, which is not {expected}")
+    checked_metrics(
+        {name: (each["value"], each["on"]) for name, each in (about.get("metrics") or {}).items()}
+    )
     unit_of(about.get("mechanism") or {})
     from msgspec import convert  # not before a run is made
 
     audit: Any = convert(about, _about_type()).audit
     fits = audit is None or audit.exceeds_claim == (audit.p_value < _REFUTED)
-    require(fits, f"about: 'audit.exceeds_claim' is not what p_value < {_REFUTED} says; save the run again")
+    if not fits:
+        raise ValueError(
+            f"about: 'audit.exceeds_claim' is not what p_value < {_REFUTED} says; save the run "
+            "again"
+        )
     points = np.asarray((about.get("linear") or {}).get("score_by_noise") or np.zeros((0, 2)))
-    pairs = points.dtype.kind in "if" and points.shape[1:] == (2,)
-    require(pairs, "about: 'linear.score_by_noise' is not pairs of σ and score")
+    if not (points.dtype.kind in "if" and points.shape[1:] == (2,)):
+        raise ValueError("about: 'linear.score_by_noise' is not pairs of σ and score")

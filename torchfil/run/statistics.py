@@ -1,16 +1,19 @@
-"""Statistics of many examples: what may be published of them, how differently groups leak, who was down-weighted.
+"""Statistics of many examples: what may be published of them, how differently groups leak, who was
+down-weighted.
 
-``smallest`` is the least number of examples that a published number rests on. With ``smallest=1`` every function gives
-the plain statistic: order statistics, exact counts, unrounded values.
+``smallest`` is the least number of examples that a published number rests on. With ``smallest=1``
+every function gives the plain statistic: order statistics, exact counts, unrounded values.
 
-Who knows all members of a mean but one can compute the last from it. Published means are therefore winsorised: no value
-counts for more than ten times, or less than a tenth of, the median of those it is averaged with, so that a mean says of
-the last one, at most, where between these limits it lies, or that it lies beyond one.
+Who knows all members of a mean but one can compute the last from it. Published means are therefore
+winsorised: no value counts for more than ten times, or less than a tenth of, the median of those it
+is averaged with, so that a mean says of the last one, at most, where between these limits it lies,
+or that it lies beyond one.
 
-The level of a group is the geometric mean of its members' η̄, and the disparity of a grouping the largest level over the
-smallest. Geometric means carry over to errors exactly (the typical 1/η̄ is one over the typical η̄), they are what the
-page's intervals are about, and every member moves them, where a median says nothing of a group's exposed half. The page
-shows this statistic, and the gate judges it.
+The level of a group is the geometric mean of its members' η̄, and the disparity of a grouping the
+largest level over the smallest. Geometric means carry over to errors exactly (the typical 1/η̄ is
+one over the typical η̄), they are what the page's intervals are about, and every member moves them,
+where a median says nothing of a group's exposed half. The page shows this statistic, and the gate
+judges it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from torchfil.run.saved_run import SavedRun
 
 LARGEST_FACTOR = 10.0  # from the median to a value of a published mean
 SMALLEST_EFFECT = 1.1  # levels that differ by a smaller factor are not called different
-TYPICAL_EXAMPLES, RECORDED_EXAMPLES, RECORDED_ATTRIBUTES = 3, 10, 64  # of which a run file keeps the values, at most
+# of which a run file keeps the values, at most
+TYPICAL_EXAMPLES, RECORDED_EXAMPLES, RECORDED_ATTRIBUTES = 3, 10, 64
 SMALLEST_GROUP = 10  # a level of fewer is mostly theirs, not the group's
 
 
@@ -70,7 +74,8 @@ def published_count(count: int, smallest: int) -> int | str:
 
 
 def capped(values: np.ndarray, smallest: int, power: int = 1) -> np.ndarray:
-    """The values ≥ 0, where ``smallest`` > 1 none beyond a factor of 10^power from their median (that of their logs).
+    """The values ≥ 0, where ``smallest`` > 1 none beyond a factor of 10^power from their median
+    (that of their logs).
 
     Args:
         values: [n]; NaN stays.
@@ -94,22 +99,24 @@ def capped(values: np.ndarray, smallest: int, power: int = 1) -> np.ndarray:
 def geometric_mean(values: np.ndarray, smallest: int = 1, power: int = 1) -> float:
     """exp(mean(log x)) of :func:`capped` values; exact where all are equal.
 
-    It carries η̄ over to 1/η̄² exactly, and one large value moves it little. With ``smallest=1`` it is 0 where one value
-    is 0, and infinite where one is infinite.
+    It carries η̄ over to 1/η̄² exactly, and one large value moves it little. With ``smallest=1`` it
+    is 0 where one value is 0, and infinite where one is infinite.
     """
     values = capped(values, smallest, power)
     largest = float(values.max(initial=0.0))
-    scale = largest if 0 < largest < math.inf else 1.0  # logs of shares: three equal threes have the mean 3
+    # logs of shares: three equal threes have the mean 3
+    scale = largest if 0 < largest < math.inf else 1.0
     with np.errstate(divide="ignore", invalid="ignore"):
         return scale * float(np.exp(np.log(values / scale).mean()))
 
 
 def windows(count: int, levels: Sequence[float], smallest: int) -> dict[float, slice]:
-    """Disjoint runs of ``smallest`` consecutive ranks around each level of a sorted list of ``count``.
+    """Disjoint runs of ``smallest`` consecutive ranks around each level of a sorted list of
+    ``count``.
 
-    A level whose window would overlap an earlier one's is left out: two overlapping means differ by few examples. So is
-    one that would leave fewer than ``smallest`` ranks outside all windows, and not none: the mean of everybody, beside
-    those of the windows, would tell theirs.
+    A level whose window would overlap an earlier one's is left out: two overlapping means differ by
+    few examples. So is one that would leave fewer than ``smallest`` ranks outside all windows, and
+    not none: the mean of everybody, beside those of the windows, would tell theirs.
 
     Args:
         count: The list's length.
@@ -122,9 +129,13 @@ def windows(count: int, levels: Sequence[float], smallest: int) -> dict[float, s
     """
     chosen: dict[float, slice] = {}
     for level in levels:
-        start = min(max(math.floor(level * (count - 1) - (smallest - 1) / 2 + 0.5), 0), count - smallest)
+        start = min(
+            max(math.floor(level * (count - 1) - (smallest - 1) / 2 + 0.5), 0), count - smallest
+        )
         left = count - smallest * (len(chosen) + 1)
-        overlaps = any(start < other.stop and other.start < start + smallest for other in chosen.values())
+        overlaps = any(
+            start < other.stop and other.start < start + smallest for other in chosen.values()
+        )
         if start < 0 or overlaps or 0 < left < smallest:
             continue
         chosen[level] = slice(start, start + smallest)
@@ -140,7 +151,8 @@ def levels_of(
     power: int = 1,
     by: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """Level ↦ geometric mean of |values| around it, in ascending order of ``by`` (None: of the values themselves).
+    """Level ↦ geometric mean of |values| around it, in ascending order of ``by`` (None: of the
+    values themselves).
 
     ``power``: :func:`capped`.
     """
@@ -154,11 +166,14 @@ def levels_of(
 def histogram(
     values: np.ndarray, smallest: int, *, fineness: float = 8, origin: float | None = None
 ) -> Histogram | None:
-    """Counts on a logarithmic grid that does not depend on single values; None where there are too few.
+    """Counts on a logarithmic grid that does not depend on single values.
 
-    Neighbouring bins are merged until each holds ``smallest`` values or more. With ``smallest`` > 1 the outer ends are
-    not the grid's next to the least and the largest value, which would tell these: each outermost bin is laid around
-    the mean of its values, :func:`capped` as squared errors.
+    None where there are too few.
+
+    Neighbouring bins are merged until each holds ``smallest`` values or more. With ``smallest`` > 1
+    the outer ends are not the grid's next to the least and the largest value, which would tell
+    these: each outermost bin is laid around the mean of its values, :func:`capped` as squared
+    errors.
 
     Args:
         values: [n].
@@ -171,12 +186,16 @@ def histogram(
     if len(inside) < max(smallest, 1):
         return None
 
-    # the grid: fixed steps from the origin, made wider only where there would be more than 400 bins; of outliers,
-    # which would tell of themselves by the grid's width, a public one knows that they lie outside
+    # the grid: fixed steps from the origin, made wider only where there would be more than 400
+    # bins; of outliers, which would tell of themselves by the grid's width, a public one knows that
+    # they lie outside
     zero, usual = math.log10(origin) if origin else 0.0, np.log10(capped(inside, smallest, 2))
     step = max(1, math.ceil(float(np.ptp(usual)) * fineness / 400)) / fineness
     # bins are closed at the right
-    places = np.ceil((np.log10(inside) - zero) / step - 1e-9).clip(-(2.0**40), 2.0**40).astype(np.int64) - 1
+    places = (
+        np.ceil((np.log10(inside) - zero) / step - 1e-9).clip(-(2.0**40), 2.0**40).astype(np.int64)
+        - 1
+    )
     places = np.clip(places, np.median(places) - 400, np.median(places) + 400).astype(np.int64)
     edges, merged = _merged_bins(places, smallest)
 
@@ -184,7 +203,9 @@ def histogram(
     if smallest > 1:
         if len(merged) < 2:
             return None
-        ends = [capped(inside[rows], smallest, 2) for rows in (places < edges[1], places >= edges[-2])]
+        ends = [
+            capped(inside[rows], smallest, 2) for rows in (places < edges[1], places >= edges[-2])
+        ]
         below, above = ((float(np.log10(end).mean()) - zero) / step for end in ends)
         edges[0] = min(math.floor(2 * below - edges[1]), edges[1] - 1)
         end = max(math.ceil(2 * above - edges[-2]), edges[-2] + 1)
@@ -196,7 +217,9 @@ def histogram(
 
 
 def _merged_bins(places: np.ndarray, smallest: int) -> tuple[list[int], list[int]]:
-    """Neighbouring bins put together from the left until each holds ``smallest``: k + 1 edges and k counts."""
+    """Neighbouring bins put together from the left until each holds ``smallest``: k + 1 edges and k
+    counts.
+    """
     first = int(places.min())
     counts = np.bincount(places - first).tolist()
     edges, merged = [first], list[int]()
@@ -226,7 +249,8 @@ class Disparity:
     """The most and the least exposed of some groups, and how far they are apart.
 
     Attributes:
-        ratio: The largest level over the smallest, at least 1; infinite where one is 0 or one has no noise.
+        ratio: The largest level over the smallest, at least 1; infinite where one is 0 or one has
+            no noise.
         most: The group with the largest level.
         least: The group with the smallest.
     """
@@ -249,9 +273,15 @@ def positive_fil(fil: np.ndarray) -> np.ndarray:
 
 
 def group_levels(
-    fil: np.ndarray, codes: np.ndarray, names: list[str], smallest: int = SMALLEST_GROUP, *, public: bool = False
+    fil: np.ndarray,
+    codes: np.ndarray,
+    names: list[str],
+    smallest: int = SMALLEST_GROUP,
+    *,
+    public: bool = False,
 ) -> dict[str, float]:
-    """The level of every group of ``smallest`` members or more: the geometric mean of :func:`positive_fil`.
+    """The level of every group of ``smallest`` members or more: the geometric mean of
+    :func:`positive_fil`.
 
     A group in which nothing leaked at all has level 0.
 
@@ -272,7 +302,11 @@ def group_levels(
     for code, name in enumerate(names):
         members = order[starts[code] : starts[code + 1]]
         if len(members) >= max(smallest, 1):
-            levels[name] = geometric_mean(values[members], smallest if public else 1) if fil[members].any() else 0.0
+            levels[name] = (
+                geometric_mean(values[members], smallest if public else 1)
+                if fil[members].any()
+                else 0.0
+            )
     return levels
 
 
@@ -298,9 +332,9 @@ class SparedSummary:
     Attributes:
         examples: How many.
         smallest_weight: The smallest ω; None in a redacted summary, for it is one example's.
-        rounds: The columns of ``SavedRun.rounds``; of a redacted summary only how many were spared, rounded as all
-            counts are: the worst bound is one example's, a mean over a group may be, and what a score is made from is
-            not known.
+        rounds: The columns of ``SavedRun.rounds``; of a redacted summary only how many were spared,
+            rounded as all counts are: the worst bound is one example's, a mean over a group may be,
+            and what a score is made from is not known.
     """
 
     examples: int | str
@@ -312,7 +346,9 @@ def is_spared(run: SavedRun) -> np.ndarray:
     """Which examples were trained with ω < 1, [n] booleans.
 
     Example:
-        >>> run = SavedRun(about={}, ids=np.arange(3), columns={"clip_weight": np.array([1.0, 0.5, 1.0])})
+        >>> run = SavedRun(
+        ...     about={}, ids=np.arange(3), columns={"clip_weight": np.array([1.0, 0.5, 1.0])}
+        ... )
         >>> is_spared(run).tolist()
         [False, True, False]
     """
@@ -332,7 +368,9 @@ def summarise_spared(run: SavedRun, smallest: int) -> SparedSummary | None:
     kept = [name for name in run.rounds if not redacted or name in ("num_spared", "fresh")]
     rounds = {name: run.rounds[name].tolist() for name in kept}
     if "num_spared" in rounds:
-        rounds["num_spared"] = [published_count(int(count), smallest) for count in rounds["num_spared"]]
+        rounds["num_spared"] = [
+            published_count(int(count), smallest) for count in rounds["num_spared"]
+        ]
     return SparedSummary(
         examples=published_count(int(is_spared(run).sum()), smallest),
         smallest_weight=None if redacted else float(np.min(run.clip_weights, initial=1.0)),
@@ -340,8 +378,11 @@ def summarise_spared(run: SavedRun, smallest: int) -> SparedSummary | None:
     )
 
 
-def most_exposed_and_typical(fil: np.ndarray, measured: np.ndarray, most: int) -> tuple[np.ndarray, int]:
-    """Which examples a page shows one by one: the ``most`` exposed first, then up to three others next to the median.
+def most_exposed_and_typical(
+    fil: np.ndarray, measured: np.ndarray, most: int
+) -> tuple[np.ndarray, int]:
+    """Which examples a page shows one by one: the ``most`` exposed first, then up to three others
+    next to the median.
 
     Args:
         fil: η̄, [n].

@@ -11,24 +11,26 @@ import pyarrow as pa
 from numpy.typing import DTypeLike
 from pyarrow import parquet
 
-from torchfil.utils.errors import require
 from torchfil.utils.tables import as_texts
 
-_FLOOR, _MULTIPLE = 2**26, 64  # bytes of memory that any run may take, and for each byte of its file
+# bytes of memory that any run may take, and for each byte of its file
+_FLOOR, _MULTIPLE = 2**26, 64
 _CODECS = ("SNAPPY", "UNCOMPRESSED")  # of which no byte becomes more than a few dozen
 _DICTIONARY = {"RLE_DICTIONARY", "PLAIN_DICTIONARY"}
 _ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED"} | _DICTIONARY
 
 
 class ColumnFile(parquet.ParquetFile):
-    """An open run file whose columns fit into 64 MiB and 64 bytes of memory for each byte of the file.
+    """An open run file whose columns fit into 64 MiB and 64 bytes of memory for each byte of the
+    file.
 
-    Its footer shows it, before a column is read. Of the runs that torchfil writes, those take most in which all numbers
-    are alike: about 50 bytes for each byte of the file.
+    Its footer shows it, before a column is read. Of the runs that torchfil writes, those take most
+    in which all numbers are alike: about 50 bytes for each byte of the file.
 
     Args:
         source: The open file.
-        texts: The columns with a text for each example, which may be dictionary-coded; each text is read once.
+        texts: The columns with a text for each example, which may be dictionary-coded; each text is
+            read once.
         **options: Those of ``pyarrow.parquet.ParquetFile``.
 
     Raises:
@@ -43,33 +45,45 @@ class ColumnFile(parquet.ParquetFile):
             chunks = [group.column(place) for place in range(group.num_columns)]
             for chunk, kind in zip(chunks, self.schema, strict=True):
                 name, rows = chunk.path_in_schema, max(chunk.num_values, group.num_rows)
-                packed = f"{chunk.compression}, {', '.join(chunk.encodings)}"
-                fits = chunk.compression in _CODECS and _ENCODINGS.issuperset(chunk.encodings)
-                require(fits, f"column {name!r} is packed as no run's is ({packed})")
+                if not (chunk.compression in _CODECS and _ENCODINGS.issuperset(chunk.encodings)):
+                    raise ValueError(
+                        f"column {name!r} is packed as no run's is ({chunk.compression}, "
+                        f"{', '.join(chunk.encodings)})"
+                    )
 
                 size = max(0, chunk.total_uncompressed_size)
                 if chunk.physical_type != "BYTE_ARRAY":
-                    needed += size + rows * (4 if chunk.physical_type in ("INT32", "FLOAT") else max(8, kind.length))
+                    needed += size + rows * (
+                        4 if chunk.physical_type in ("INT32", "FLOAT") else max(8, kind.length)
+                    )
                     continue
-                # a text has 4 bytes more than its length on the disk, and as Python's up to 64 more than 4 times it
+                # a text has 4 bytes more than its length on the disk, and as Python's up to 64 more
+                # than 4 times it
                 is_repeated = name not in texts and not _DICTIONARY.isdisjoint(chunk.encodings)
                 size *= rows if is_repeated else 1
                 needed += 16 * rows + 4 * size + min(64 * rows, 16 * size)
         most = _FLOOR + _MULTIPLE * source.size()
-        require(needed <= most, f"its columns would take {needed:,} bytes of memory, more than {most:,} for its size")
+        if not needed <= most:
+            raise ValueError(
+                f"its columns would take {needed:,} bytes of memory, more than {most:,} for its "
+                "size"
+            )
 
     def claim(self, names: Sequence[str]) -> None:
-        """Raise if a part of the run has one of these columns already: names alone would multiply its memory."""
+        """Raise if a part of the run has one of these columns already: names alone would multiply
+        its memory.
+        """
         for name in names:
-            require(name not in self._claimed, f"column {name!r} is named twice")
+            if name in self._claimed:
+                raise ValueError(f"column {name!r} is named twice")
             self._claimed.add(name)
 
 
 class StoredArray:
     """One column of a Parquet file as [n], or several as [n, k].
 
-    ``array[rows]`` and ``array[rows, columns]`` read no more row groups and columns than they need, and
-    ``np.asarray(array)`` reads everything. Nothing is kept.
+    ``array[rows]`` and ``array[rows, columns]`` read no more row groups and columns than they need,
+    and ``np.asarray(array)`` reads everything. Nothing is kept.
 
     Args:
         file: The file.
@@ -88,11 +102,14 @@ class StoredArray:
         kind = kinds.pop()
         is_text = pa.types.is_string(kind) or pa.types.is_dictionary(kind)
         self.dtype = np.dtype(object if is_text else kind.to_pandas_dtype())
-        alike = not kinds and (isinstance(names, str) or self.dtype.kind in "iuf")
-        require(alike, f"columns {listed} do not hold numbers of one type")
+        if not (not kinds and (isinstance(names, str) or self.dtype.kind in "iuf")):
+            raise ValueError(f"columns {listed} do not hold numbers of one type")
         sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
         self._starts = np.cumsum([0, *sizes])
-        self.shape: tuple[int, ...] = (int(self._starts[-1]), *(() if isinstance(names, str) else (len(names),)))
+        self.shape: tuple[int, ...] = (
+            int(self._starts[-1]),
+            *(() if isinstance(names, str) else (len(names),)),
+        )
         self.ndim = len(self.shape)
 
     def __len__(self) -> int:
@@ -107,20 +124,26 @@ class StoredArray:
         names = np.asarray(self._names, dtype=object)[columns[0]] if columns else self._names
         if isinstance(rows, slice) and rows.indices(len(self))[2] == 1:
             start, stop, _ = rows.indices(len(self))
-            first, last = np.searchsorted(self._starts, [start, max(start, stop - 1)], side="right") - 1
+            first, last = (
+                np.searchsorted(self._starts, [start, max(start, stop - 1)], side="right") - 1
+            )
             values = self._read(range(first, last + 1 if stop > start else first), names)
             return values[start - self._starts[first] : max(start, stop) - self._starts[first]]
         groups, places = self._groups_with(np.arange(len(self))[rows])
         return self._read(groups, names)[places]
 
     def _groups_with(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The row groups that hold these rows, and where the rows stand in these groups end to end."""
+        """The row groups that hold these rows, and where the rows stand in these groups end to
+        end.
+        """
         group_of = np.searchsorted(self._starts, rows, side="right") - 1
         groups, number = np.unique(group_of, return_inverse=True)
         before = np.cumsum([0, *np.diff(self._starts)[groups]])[number.reshape(rows.shape)]
         return groups, rows - self._starts[group_of] + before
 
-    def _read(self, groups: Sequence[int] | np.ndarray | range, names: str | np.ndarray) -> np.ndarray:
+    def _read(
+        self, groups: Sequence[int] | np.ndarray | range, names: str | np.ndarray
+    ) -> np.ndarray:
         """These row groups of one column, [rows], or of several, [rows, columns]."""
         if isinstance(names, str):
             return _as_numpy(self._read_arrow(groups, names))
@@ -128,12 +151,21 @@ class StoredArray:
         return np.stack(columns, axis=1) if columns else np.empty((len(self), 0), self.dtype)
 
     def _read_arrow(self, groups: Sequence[int] | np.ndarray | range, name: str) -> pa.ChunkedArray:
-        """These row groups of a column, as a ``pyarrow.ChunkedArray``; a page that is damaged raises an error."""
-        return self._file.read_row_groups([int(group) for group in groups], columns=[name]).column(name)
+        """These row groups of a column, as a ``pyarrow.ChunkedArray``.
+
+        A page that is damaged raises an error.
+        """
+        return self._file.read_row_groups([int(group) for group in groups], columns=[name]).column(
+            name
+        )
 
     def cells(self, rows: np.ndarray, kind: pa.DataType) -> list[Any]:
-        """A column's cells of these different rows, as Python's values of this Arrow type; none may be empty."""
-        require(len(np.unique(rows)) == len(rows), f"column {self._names!r} has an entry for one example twice")
+        """A column's cells of these different rows, as Python's values of this Arrow type.
+
+        None may be empty.
+        """
+        if len(np.unique(rows)) != len(rows):
+            raise ValueError(f"column {self._names!r} has an entry for one example twice")
         groups, places = self._groups_with(np.arange(len(self))[rows])
         column = self._read_arrow(groups, self._names).take(places).cast(kind)
         _check_not_empty(column)
@@ -144,13 +176,17 @@ class StoredArray:
         return self._read_arrow(range(len(self._starts) - 1), self._names)
 
     def not_empty(self, kind: pa.DataType) -> tuple[np.ndarray, np.ndarray]:
-        """The rows in which a column's cells are not empty, [m], and their values of this Arrow type, [m]."""
+        """The rows in which a column's cells are not empty, [m], and their values of this Arrow
+        type, [m].
+        """
         column = self.whole().cast(kind)
         return np.flatnonzero(column.is_valid().to_numpy()), column.drop_null().to_numpy()
 
 
 class StoredColumns(UserDict[str, Any]):
-    """Columns by name, each read whole when it is asked for; ``data`` has the stored arrays, [n] each."""
+    """Columns by name, each read whole when it is asked for; ``data`` has the stored arrays, [n]
+    each.
+    """
 
     def __getitem__(self, name: str) -> np.ndarray:
         return np.asarray(self.data[name])
@@ -166,11 +202,15 @@ def coded(labels: np.ndarray | StoredArray) -> tuple[np.ndarray, np.ndarray]:
     """
     if isinstance(labels, StoredArray):
         return _sorted_codes(labels.whole())
-    return _sorted_codes(pa.chunked_array([as_texts(labels).tolist()], pa.string()).dictionary_encode())
+    return _sorted_codes(
+        pa.chunked_array([as_texts(labels).tolist()], pa.string()).dictionary_encode()
+    )
 
 
 def _sorted_codes(column: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
-    """Of a column of dictionary-coded texts: the texts that occur, sorted, and the place of each row's among them."""
+    """Of a column of dictionary-coded texts: the texts that occur, sorted, and the place of each
+    row's among them.
+    """
     chunks = column.unify_dictionaries().chunks
     if not chunks:
         return np.empty(0, object), np.empty(0, np.int64)
@@ -196,4 +236,5 @@ def _as_numpy(column: pa.ChunkedArray) -> np.ndarray:
 
 
 def _check_not_empty(column: pa.ChunkedArray) -> None:
-    require(not column.null_count, f"{column.null_count:,} cells are empty that hold a value in every run")
+    if column.null_count:
+        raise ValueError(f"{column.null_count:,} cells are empty that hold a value in every run")

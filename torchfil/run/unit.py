@@ -1,12 +1,12 @@
-"""What a run binds, in words: an example, a person with all of its rows, or single rows of persons."""
+"""What a run binds, in words: an example, a person with all of its rows, or single rows of
+persons.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from typing import Any
-
-from torchfil.utils.errors import require
 
 Facts = dict[str, Any]  # JSON values by name
 
@@ -37,8 +37,8 @@ class Unit:
     """The unit of privacy of a run.
 
     Attributes:
-        kind: "owner": a person with all of its rows; "row": single rows, of persons who may have several; "example": a
-            row, of which nobody said whose it is.
+        kind: "owner": a person with all of its rows; "row": single rows, of persons who may have
+            several; "example": a row, of which nobody said whose it is.
         one: What one of them is called.
         many: What several of them are called.
         person: What a person is called.
@@ -52,15 +52,21 @@ class Unit:
     row: str
 
     def say(self, sentence: str) -> str:
-        """What the sentence says of examples, said of this unit; for sentences without names from the data.
+        """What the sentence says of examples, said of this unit.
+
+        For sentences without names from the data.
 
         Example:
-            >>> unit_of({"unit": "owner", "unit_names": ["patient", "visit"]}).say("An example is one of 3 examples.")
+            >>> unit_of({"unit": "owner", "unit_names": ["patient", "visit"]}).say(
+            ...     "An example is one of 3 examples."
+            ... )
             'A patient is one of 3 patients.'
         """
         a = f"{'an' if self.one[0] in 'aeio' else 'a'} {self.one}"
         for old, new in (("an example", a), ("examples", self.many), ("example", self.one)):
-            sentence = sentence.replace(old, new).replace(old.capitalize(), new[0].upper() + new[1:])
+            sentence = sentence.replace(old, new).replace(
+                old.capitalize(), new[0].upper() + new[1:]
+            )
         return sentence
 
 
@@ -72,8 +78,10 @@ def unit_of(facts: Facts) -> Unit:
     """
     kind: str = facts.get("unit") or "example"
     names = tuple(facts.get("unit_names") or ("person", "row"))
-    require(kind in ("example", "owner", "row"), f"unit={kind!r} must be 'example', 'owner' or 'row'")
+    if kind not in ("example", "owner", "row"):
+        raise ValueError(f"unit={kind!r} must be 'example', 'owner' or 'row'")
     words = [isinstance(name, str) and re.fullmatch(r"\w[\w -]{0,39}", name) for name in names]
-    require(len(words) == 2 and all(words), f"unit_names={names!r} must be two words: for a person, and for a row")
+    if not (len(words) == 2 and all(words)):
+        raise ValueError(f"unit_names={names!r} must be two words: for a person, and for a row")
     one = {"owner": names[0], "row": names[1]}.get(kind, kind)
     return Unit(kind, one, plural(one), *names)

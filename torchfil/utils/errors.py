@@ -13,15 +13,20 @@ import torch
 
 from torchfil.utils.trees import tensors_of
 
-_OUT_OF_MEMORY = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: ",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 class UnsupportedModuleError(ValueError):
     """The model holds a module for which per-example quantities are undefined or not smooth.
 
-    If Opacus is loaded, this is also an ``opacus.validators.errors.UnsupportedModuleError``: a loop that catches
-    Opacus's error catches this one. The class is chosen when the error is created, just as creating an ``OSError`` can
-    yield a ``FileNotFoundError``. A loop that names Opacus's class has loaded it, so this module need not.
+    If Opacus is loaded, this is also an ``opacus.validators.errors.UnsupportedModuleError``: a loop
+    that catches Opacus's error catches this one. The class is chosen when the error is created,
+    just as creating an ``OSError`` can yield a ``FileNotFoundError``. A loop that names Opacus's
+    class has loaded it, so this module need not.
     """
 
     def __new__(cls, *args: object) -> UnsupportedModuleError:
@@ -38,8 +43,14 @@ def _also(ours: type[Any], theirs: type[ValueError]) -> type[Any]:
     """A class that is both, under our name; its errors are pickled as ours."""
     if issubclass(ours, theirs):
         return ours
-    own = {"__module__": ours.__module__, "__qualname__": ours.__qualname__, "__doc__": ours.__doc__}
-    return type(ours.__name__, (ours, theirs), {**own, "__reduce__": lambda error: (ours, error.args)})
+    own = {
+        "__module__": ours.__module__,
+        "__qualname__": ours.__qualname__,
+        "__doc__": ours.__doc__,
+    }
+    return type(
+        ours.__name__, (ours, theirs), {**own, "__reduce__": lambda error: (ours, error.args)}
+    )
 
 
 class RunFileError(ValueError):
@@ -51,13 +62,17 @@ class CheckpointError(ValueError):
 
 
 class OfRun:
-    """A part of a run, which is neither copied nor pickled: nobody would count what a copy releases.
+    """A part of a run, which is neither copied nor pickled: nobody would count what a copy
+    releases.
 
-    Besides, torch's optimizer changes its class while it is copied, and every private optimizer of the process failed.
+    Besides, torch's optimizer changes its class while it is copied, and every private optimizer of
+    the process failed.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As for any object of an engine before make_private, which launchers of processes copy; otherwise refused.
+        """As for any object of an engine before make_private, which launchers of processes copy.
+
+        Otherwise refused.
 
         Raises:
             TypeError: It belongs to a run.
@@ -65,9 +80,9 @@ class OfRun:
         if getattr(self, "_made", self) is None:
             return super().__reduce_ex__(protocol)
         raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled: nobody would count what the copy releases. Save the "
-            "run with engine.save_checkpoint, or make a new engine for another run. Weights and optimizer state are in "
-            "state_dict()."
+            f"{type(self).__name__} cannot be copied or pickled: nobody would count what the copy "
+            "releases. Save the run with engine.save_checkpoint, or make a new engine for "
+            "another run. Weights and optimizer state are in state_dict()."
         )
 
 
@@ -75,10 +90,15 @@ def ran_out(error: RuntimeError) -> bool:
     """Whether a device ran out of memory.
 
     Example:
-        >>> ran_out(torch.OutOfMemoryError("CUDA out of memory.")), ran_out(RuntimeError("shapes differ"))
+        >>> (
+        ...     ran_out(torch.OutOfMemoryError("CUDA out of memory.")),
+        ...     ran_out(RuntimeError("shapes differ")),
+        ... )
         (True, False)
     """
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _OUT_OF_MEMORY)
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        text in str(error) for text in _OUT_OF_MEMORY
+    )
 
 
 @contextlib.contextmanager
@@ -92,7 +112,9 @@ def installed_by(extra: str, needs: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def all_or_nothing(*parts: tuple[Callable[[], Any], Callable[[Any], Any]]) -> Iterator[None]:
-    """If an error occurs inside, changes are undone; a part is a pair of functions that read and set its state.
+    """If an error occurs inside, changes are undone.
+
+    A part is a pair of functions that read and set its state.
 
     Tensors are kept in main memory until then: a GPU need not hold two copies.
     """
@@ -100,7 +122,8 @@ def all_or_nothing(*parts: tuple[Callable[[], Any], Callable[[Any], Any]]) -> It
     for read, set_state in parts:
         state = read()
         copies = {id(leaf): leaf.detach().to("cpu", copy=True) for leaf in tensors_of(state)}
-        before.append((set_state, copy.deepcopy(state, copies)))  # deepcopy takes these, and copies the rest
+        # deepcopy takes these, and copies the rest
+        before.append((set_state, copy.deepcopy(state, copies)))
     try:
         yield
     except BaseException:
@@ -111,8 +134,14 @@ def all_or_nothing(*parts: tuple[Callable[[], Any], Callable[[Any], Any]]) -> It
 
 @contextlib.contextmanager
 def put_back_after_errors(dicts: Iterable[dict[Any, Any]]) -> Iterator[None]:
-    """If an error occurs inside, or Ctrl-C, these dicts hold what they held before; lists in them are copied."""
-    before = [(own, {key: each[:] if type(each) is list else each for key, each in own.items()}) for own in dicts]
+    """If an error occurs inside, or Ctrl-C, these dicts hold what they held before.
+
+    Lists in them are copied.
+    """
+    before = [
+        (own, {key: each[:] if type(each) is list else each for key, each in own.items()})
+        for own in dicts
+    ]
     try:
         yield
     except BaseException:

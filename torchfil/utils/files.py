@@ -1,4 +1,6 @@
-"""Files and folders that are replaced only when complete, whatever happens while they are written."""
+"""Files and folders that are replaced only when complete, whatever happens while they are
+written.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,17 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextlib.contextmanager
 def replaced_when_complete(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A temporary file next to ``path`` that replaces it at the end, and is removed if anything fails.
+    """A temporary file next to ``path`` that replaces it at the end, and is removed if anything
+    fails.
 
     Guarantees:
-        * At any time ``path`` holds the old content or all of the new, even if several processes write it.
+        * At any time ``path`` holds the old content or all of the new, even if several processes
+          write it.
         * Only the owner may read the file (mode 0600).
         * The content is on the disk before the name is.
         * An ``OSError`` about the temporary file, or about a lack of space, names ``path`` instead.
-        * If a process is killed here, the next one that writes into the folder removes its leftovers.
+        * If a process is killed here, the next one that writes into the folder removes its
+          leftovers.
     """
     with explain_disk_full(path), temporary_beside(path) as temporary:
         yield temporary
@@ -45,9 +50,10 @@ def replaced_when_complete(path: str | os.PathLike[str]) -> Iterator[str]:
 def temporary_beside(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator[str]:
     """A new hidden file or folder next to ``path``, removed at the end unless it was moved.
 
-    Missing folders above it are made. It is locked while in use. Unlocked ones were left by processes that were killed,
-    and are removed first. In a folder, "old" holds the previous content of ``path``; it is moved back if the process
-    died between the two moves. An ``OSError`` about the hidden one names ``path`` instead.
+    Missing folders above it are made. It is locked while in use. Unlocked ones were left by
+    processes that were killed, and are removed first. In a folder, "old" holds the previous content
+    of ``path``; it is moved back if the process died between the two moves. An ``OSError`` about
+    the hidden one names ``path`` instead.
     """
     target = Path(path)
     if not target.parent.exists():  # a file in its place is named by the error below
@@ -68,9 +74,11 @@ def temporary_beside(path: str | os.PathLike[str], *, folder: bool = False) -> I
 
 @contextlib.contextmanager
 def explain_disk_full(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Inside, errors from a full disk, a quota or a limit on files name ``path`` and the space that is left.
+    """Inside, errors from a full disk, a quota or a limit on files name ``path`` and the space that
+    is left.
 
-    Libraries hide the operating system's error behind their own: ``torch.save`` raises a ``RuntimeError``.
+    Libraries hide the operating system's error behind their own: ``torch.save`` raises a
+    ``RuntimeError``.
     """
     try:
         yield
@@ -78,11 +86,14 @@ def explain_disk_full(path: str | os.PathLike[str]) -> Iterator[None]:
         number = _number_of_no_space(error)
         if number is None:
             raise
-        free = shutil.disk_usage(next(folder for folder in Path(path).absolute().parents if folder.exists())).free
+        free = shutil.disk_usage(
+            next(folder for folder in Path(path).absolute().parents if folder.exists())
+        ).free
         raise OSError(
             number,
-            f"{os.strerror(number)}; {free / 2**20:,.1f} MiB are free on that disk. The earlier file is intact, and "
-            "the incomplete new one was removed. Free some space or choose another place, and save again",
+            f"{os.strerror(number)}; {free / 2**20:,.1f} MiB are free on that disk. The earlier "
+            "file is intact, and the incomplete new one was removed. Free some space or choose "
+            "another place, and save again",
             os.fspath(path),
         ) from error
 
@@ -95,7 +106,8 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 
 @contextlib.contextmanager
 def atomic_write_checked(path: str | os.PathLike[str] | IO[bytes]) -> Iterator[IO[bytes]]:
-    """An open file whose content gets a checksum at its end, and then replaces ``path`` (or is written to it if open).
+    """An open file whose content gets a checksum at its end, and then replaces ``path`` (or is
+    written to it if open).
 
     See :func:`replaced_when_complete` and :func:`append_checksum`.
     """
@@ -111,7 +123,9 @@ def atomic_write_checked(path: str | os.PathLike[str] | IO[bytes]) -> Iterator[I
 
 
 def append_checksum(file: IO[bytes]) -> None:
-    """Append the SHA-256 of a file's content to it; readers of zip archives and pickles do not look there.
+    """Append the SHA-256 of a file's content to it.
+
+    Readers of zip archives and pickles do not look there.
 
     Example:
         >>> file = io.BytesIO(b"content")
@@ -127,7 +141,10 @@ def append_checksum(file: IO[bytes]) -> None:
 
 
 def check_checksum(file: IO[bytes]) -> None:
-    """Raise a ``ValueError`` unless a file ends with the checksum of what comes before; then go to its start."""
+    """Raise a ``ValueError`` unless a file ends with the checksum of what comes before.
+
+    Then go to its start.
+    """
     length = max(0, file.seek(0, os.SEEK_END) - len(_CHECKSUM) - 64)
     file.seek(length)
     found = file.read()
@@ -160,10 +177,14 @@ def update_digest(digest: hashlib._Hash, file: IO[bytes], length: int | None = N
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise an ``OSError`` for a pipe or a device: reading it could wait forever, and twice gives other bytes."""
+    """Raise an ``OSError`` for a pipe or a device: reading it could wait forever, and twice gives
+    other bytes.
+    """
     where = Path(path)
     if where.exists() and not (where.is_file() or where.is_dir()):
-        raise OSError(errno.EINVAL, "this is a pipe or a device; copy it into a file", os.fspath(path))
+        raise OSError(
+            errno.EINVAL, "this is a pipe or a device; copy it into a file", os.fspath(path)
+        )
 
 
 def file_sha256(path: str | os.PathLike[str]) -> str:
@@ -183,7 +204,9 @@ def flush(path: str | os.PathLike[str]) -> None:
 
 
 def _number_of_no_space(error: BaseException | None) -> int | None:
-    """The operating system's number for a lack of space, from the error itself or from one that caused it."""
+    """The operating system's number for a lack of space, from the error itself or from one that
+    caused it.
+    """
     while error is not None:
         if isinstance(error, OSError) and error.errno in _NO_SPACE:
             return error.errno
@@ -198,7 +221,9 @@ def _new_temporary(target: Path, folder: bool) -> tuple[int, str]:
             path = tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=_SUFFIX)
             handle = os.open(path, os.O_RDONLY)
         else:
-            handle, path = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=_SUFFIX)
+            handle, path = tempfile.mkstemp(
+                dir=target.parent, prefix=f".{target.name}.", suffix=_SUFFIX
+            )
         with contextlib.suppress(OSError):  # a file system without locks, where leftovers stay
             if fcntl is not None:
                 fcntl.flock(handle, fcntl.LOCK_EX)

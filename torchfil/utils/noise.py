@@ -1,8 +1,9 @@
 """Where noise and Poisson draws come from.
 
-Whoever knows the noise subtracts it, and whoever knows the draws gets back what subsampling hides. So both come from
-generators that belong to one run in one process. The operating system seeds them at every start, load, copy and fork,
-``torch.manual_seed`` does not reach them, and no file holds their state. Seeding them is for tests (:class:`Seeded`).
+Whoever knows the noise subtracts it, and whoever knows the draws gets back what subsampling hides.
+So both come from generators that belong to one run in one process. The operating system seeds them
+at every start, load, copy and fork, ``torch.manual_seed`` does not reach them, and no file holds
+their state. Seeding them is for tests (:class:`Seeded`).
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ _WORDS_AT = 24  # bytes before them in torch's CPU state: seed, left, seeded, ne
 
 
 class NoiseSource:
-    """Generators of torch, seeded by the operating system: Mersenne Twister on CPUs, Philox on GPUs.
+    """Generators of torch, seeded by the operating system: Mersenne Twister on CPUs, Philox on
+    GPUs.
 
-    Neither is cryptographic. The Mersenne Twister gets all of its 19,968 bits of state from the operating system,
-    because torch's own seed reaches it with 32 bits only, which can be tried one by one; Philox gets 64.
+    Neither is cryptographic. The Mersenne Twister gets all of its 19,968 bits of state from the
+    operating system, because torch's own seed reaches it with 32 bits only, which can be tried one
+    by one; Philox gets 64.
 
     Guarantees:
         * No two sources share numbers, and a copy, a pickle or a forked process draws afresh.
@@ -76,9 +79,11 @@ class NoiseSource:
 
 
 class Secure(NoiseSource):
-    """Noise and draws from the operating system's cryptographic generator, made on the CPU and copied to the device.
+    """Noise and draws from the operating system's cryptographic generator, made on the CPU and
+    copied to the device.
 
-    Normal numbers are made from pairs of 53-bit uniform numbers in float64 (Box and Muller), so |z| ≤ 8.6.
+    Normal numbers are made from pairs of 53-bit uniform numbers in float64 (Box and Muller), so |z|
+    ≤ 8.6.
     """
 
     kind: NoiseKind = "cryptographic"
@@ -92,13 +97,16 @@ class Secure(NoiseSource):
 
     def uniform(self, count: int) -> Tensor:
         """Numbers in [0, 1), [count], on the CPU, in float64."""
-        return torch.from_numpy((np.frombuffer(os.urandom(8 * count), dtype=np.uint64) >> 11) * 2.0**-53)
+        return torch.from_numpy(
+            (np.frombuffer(os.urandom(8 * count), dtype=np.uint64) >> 11) * 2.0**-53
+        )
 
 
 class Seeded(NoiseSource):
     """Noise and draws that can be repeated, for tests and replays: bit for bit after resuming, too.
 
-    Whoever has the seed or a checkpoint can subtract the noise, so a run file says that its noise was seeded.
+    Whoever has the seed or a checkpoint can subtract the noise, so a run file says that its noise
+    was seeded.
 
     Args:
         noise: The source of the noise, on the parameters' device; None: torch's own, as in Opacus.
@@ -127,7 +135,9 @@ class Seeded(NoiseSource):
         self._noise, self._draws = noise, draws
 
     def __reduce__(self) -> Any:
-        raise TypeError("a seeded noise source cannot be copied: both copies would draw the same noise")
+        raise TypeError(
+            "a seeded noise source cannot be copied: both copies would draw the same noise"
+        )
 
     def renew(self) -> None:
         """Nothing: it repeats what it drew."""
@@ -143,7 +153,9 @@ class Seeded(NoiseSource):
     def state_dict(self) -> dict[str, Any]:
         """The states of both generators, with which a run resumes bit for bit."""
         both = {"noise": self._noise, "draws": self._draws}
-        return {name: generator.get_state() for name, generator in both.items() if generator is not None}
+        return {
+            name: generator.get_state() for name, generator in both.items() if generator is not None
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
@@ -153,22 +165,36 @@ class Seeded(NoiseSource):
 
 
 def noise_source(
-    *, secure: bool = False, seed: int | None = None, noise: torch.Generator | None = None, **more: Any
+    *,
+    secure: bool = False,
+    seed: int | None = None,
+    noise: torch.Generator | None = None,
+    **more: Any,
 ) -> NoiseSource:
-    """The source for one run: seeded if a seed or a generator of noise is given, as for :class:`Seeded`.
+    """The source for one run: seeded if a seed or a generator of noise is given, as for
+    :class:`Seeded`.
 
     Args:
         secure: Whether it must be cryptographic.
         seed: For noise and draws.
-        noise: A generator for the noise, as in Opacus; draws then come from ``draws``, else from torch's own.
-        **more: ``draws`` (the loader's generator; without a generator of noise it is not used), ``device`` and ``rank``
-            of :class:`Seeded`.
+        noise: A generator for the noise, as in Opacus; draws then come from ``draws``, else from
+            torch's own.
+        **more: ``draws`` (the loader's generator; without a generator of noise it is not used),
+            ``device`` and ``rank`` of :class:`Seeded`.
     """
-    given = [name for name, value in (("noise_seed", seed), ("noise_generator", noise)) if value is not None]
+    given = [
+        name
+        for name, value in (("noise_seed", seed), ("noise_generator", noise))
+        if value is not None
+    ]
     if secure and given:
-        raise ValueError(f"secure_mode=True draws noise that nobody can repeat; leave out {given[0]}=")
+        raise ValueError(
+            f"secure_mode=True draws noise that nobody can repeat; leave out {given[0]}="
+        )
     if len(given) > 1:
-        raise ValueError(f"noise_seed={seed} and noise_generator= both seed the noise; keep one of them")
+        raise ValueError(
+            f"noise_seed={seed} and noise_generator= both seed the noise; keep one of them"
+        )
     if given:
         return Seeded(noise, seed=seed, **more)
     return Secure() if secure else NoiseSource()
@@ -178,14 +204,19 @@ def log_line(source: NoiseSource) -> tuple[int, str]:
     """What a log says about the source, once, and how loudly."""
     if source.kind == "seeded":
         return logging.WARNING, (
-            "noise and Poisson draws are seeded: whoever has the seed or a checkpoint can subtract the noise. This is "
-            "for tests; for a model that you release, leave out noise_seed= and noise_generator="
+            "noise and Poisson draws are seeded: whoever has the seed or a checkpoint can "
+            "subtract the noise. This is for tests; for a model that you release, leave out "
+            "noise_seed= and noise_generator="
         )
-    return logging.INFO, f"noise and Poisson draws come from a generator of their own ({source.kind})"
+    return (
+        logging.INFO,
+        f"noise and Poisson draws come from a generator of their own ({source.kind})",
+    )
 
 
 def derived_seed(seed: int, purpose: str, *numbers: int) -> int:
-    """A seed that is unrelated to others derived from the same seed or its neighbours, and does not give it away.
+    """A seed that is unrelated to others derived from the same seed or its neighbours, and does not
+    give it away.
 
     Example:
         >>> derived_seed(0, "probes", 1) == derived_seed(1, "probes", 0)
@@ -207,7 +238,9 @@ def _from_the_system(device: torch.device) -> torch.Generator:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of torch's own generators, which dropout and shuffling use, but neither noise nor Poisson draws."""
+    """The state of torch's own generators, which dropout and shuffling use, but neither noise nor
+    Poisson draws.
+    """
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -222,12 +255,16 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def preserve_rng(generators: Sequence[torch.Generator] = (), seed: int | None = None) -> Iterator[None]:
-    """Afterwards torch, NumPy, Python and the given generators continue as if nothing had been drawn inside.
+def preserve_rng(
+    generators: Sequence[torch.Generator] = (), seed: int | None = None
+) -> Iterator[None]:
+    """Afterwards torch, NumPy, Python and the given generators continue as if nothing had been
+    drawn inside.
 
     Args:
         generators: Further generators.
-        seed: Inside, all of them draw from it, torch on GPUs included; None: they go on, and GPUs are left alone.
+        seed: Inside, all of them draw from it, torch on GPUs included; None: they go on, and GPUs
+            are left alone.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -239,9 +276,12 @@ def preserve_rng(generators: Sequence[torch.Generator] = (), seed: int | None = 
     states = [generator.get_state() for generator in generators]
     numpys, pythons = np.random.get_state(), random.getstate()
     try:
-        with torch.random.fork_rng(devices=[] if seed is None else range(torch.cuda.device_count())):
+        with torch.random.fork_rng(
+            devices=[] if seed is None else range(torch.cuda.device_count())
+        ):
             if seed is not None:
-                torch.default_generator.manual_seed(seed)  # manual_seed takes a millisecond where there is no GPU
+                # manual_seed takes a millisecond where there is no GPU
+                torch.default_generator.manual_seed(seed)
                 if torch.cuda.is_available():
                     torch.cuda.manual_seed_all(seed)
                 np.random.seed(seed % 2**32)

@@ -1,4 +1,6 @@
-"""Tables by example that other programs read: pandas, Arrow, Polars, DuckDB, and whatever takes an Arrow stream."""
+"""Tables by example that other programs read: pandas, Arrow, Polars, DuckDB, and whatever takes an
+Arrow stream.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,16 @@ __all__ = ["ArrowTable", "as_table", "as_texts", "plain_names"]
 class ArrowTable:
     """What has :meth:`to_arrow`, for programs that read Arrow or Polars.
 
-    Its ``__arrow_c_stream__`` is the protocol by which ``polars.DataFrame(table)``, ``pyarrow.table(table)`` and DuckDB
-    (``SELECT … FROM table``) read other people's tables. What is not known is NaN in torchfil and null in Arrow.
+    Its ``__arrow_c_stream__`` is the protocol by which ``polars.DataFrame(table)``,
+    ``pyarrow.table(table)`` and DuckDB (``SELECT … FROM table``) read other people's tables. What
+    is not known is NaN in torchfil and null in Arrow.
     """
 
     def to_arrow(self) -> Any:
-        """The table as a ``pyarrow.Table``, the names as its first column; numbers are not copied where possible."""
+        """The table as a ``pyarrow.Table``, the names as its first column.
+
+        Numbers are not copied where possible.
+        """
         raise NotImplementedError
 
     def to_polars(self) -> Any:
@@ -45,7 +51,10 @@ class Columns(dict[str, Any], ArrowTable):
         """The table as a ``pyarrow.Table``."""
         import pyarrow as pa
 
-        columns = {name: own if isinstance(own, np.ndarray) else plain_names(own) for name, own in self.items()}
+        columns = {
+            name: own if isinstance(own, np.ndarray) else plain_names(own)
+            for name, own in self.items()
+        }
         return pa.table({name: pa.array(own, from_pandas=True) for name, own in columns.items()})
 
 
@@ -55,7 +64,10 @@ def _frame() -> type[Any]:
     import pandas
 
     class LeakageFrame(ArrowTable, pandas.DataFrame):
-        """A DataFrame with :class:`ArrowTable`'s methods; what is sliced, copied or pickled from it is a DataFrame."""
+        """A DataFrame with :class:`ArrowTable`'s methods.
+
+        What is sliced, copied or pickled from it is a DataFrame.
+        """
 
         @property
         def _constructor(self) -> type[Any]:
@@ -71,8 +83,12 @@ def _frame() -> type[Any]:
     return LeakageFrame
 
 
-def as_table(names: Sequence[Hashable], columns: Mapping[str, object], *, index_name: str = "id") -> Any:
-    """A pandas DataFrame indexed by the names, or :class:`Columns` if pandas is not installed; both ArrowTables.
+def as_table(
+    names: Sequence[Hashable], columns: Mapping[str, object], *, index_name: str = "id"
+) -> Any:
+    """A pandas DataFrame indexed by the names, or :class:`Columns` if pandas is not installed.
+
+    Both ArrowTables.
 
     Args:
         names: Of the rows.
@@ -87,18 +103,25 @@ def as_table(names: Sequence[Hashable], columns: Mapping[str, object], *, index_
     try:
         import pandas
     except ImportError:
-        return Columns({index_name: plain_names(names) if isinstance(names, range) else list(names), **columns})
-    keys = np.asarray(names) if isinstance(names, range) else names  # pyarrow.table would drop a range
+        return Columns(
+            {index_name: plain_names(names) if isinstance(names, range) else list(names), **columns}
+        )
+    # pyarrow.table would drop a range
+    keys = np.asarray(names) if isinstance(names, range) else names
     return _frame()(columns, index=pandas.Index(keys, name=index_name, tupleize_cols=False))
 
 
 def as_texts(values: np.ndarray) -> np.ndarray:
-    """The values as Python's texts, [n]: in NumPy's own, each would take the room of the longest."""
+    """The values as Python's texts, [n]: in NumPy's own, each would take the room of the
+    longest.
+    """
     return np.asarray([str(value) for value in values.tolist()], dtype=object)
 
 
 def plain_names(keys: Any) -> Any:
-    """Names of one type, [n]: numbers as int64; anything else as text, with repr() if two texts would be the same.
+    """Names of one type, [n]: numbers as int64.
+
+    Anything else as text, with repr() if two texts would be the same.
 
     Columns that are arrays of numbers or texts already are returned as they are.
 
@@ -113,4 +136,6 @@ def plain_names(keys: Any) -> Any:
     if all(isinstance(key, int) and not isinstance(key, bool) and abs(key) < 2**63 for key in keys):
         return np.asarray(keys, dtype=np.int64)
     texts = [str(key) for key in keys]
-    return np.asarray(texts if len(set(texts)) == len(texts) else [repr(key) for key in keys], dtype=str)
+    return np.asarray(
+        texts if len(set(texts)) == len(texts) else [repr(key) for key in keys], dtype=str
+    )

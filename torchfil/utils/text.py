@@ -1,4 +1,6 @@
-"""What people read: small tables, progress bars, CSV files, and texts without formulas or control characters."""
+"""What people read: small tables, progress bars, CSV files, and texts without formulas or control
+characters.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,19 @@ import numpy as np
 from torchfil.utils.files import replaced_when_complete
 
 Item = TypeVar("Item")
-FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # first characters of cells that Excel, LibreOffice or Google Sheets computes
+# first characters of cells that Excel, LibreOffice or Google Sheets computes
+FORMULA = tuple("=+-@\t\r\n＝＋－＠")
 NUMBER = re.compile(r"[+-](\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 Columns = Mapping[str, Sequence[Any] | np.ndarray]
 
 
 def inert(text: str) -> str:
-    """The text, with a leading apostrophe if a spreadsheet would compute it; numbers stay as they are.
+    """The text, with a leading apostrophe if a spreadsheet would compute it.
 
-    Different texts stay different: a text that already starts like such a result gets one more apostrophe.
+    Numbers stay as they are.
+
+    Different texts stay different: a text that already starts like such a result gets one more
+    apostrophe.
 
     Example:
         >>> inert("=cmd()"), inert("'=cmd()"), inert("-5"), inert("-5+cmd()"), inert("patient 7")
@@ -38,9 +44,11 @@ def inert(text: str) -> str:
 
 
 def visible(text: str, keep: str = "") -> str:
-    r"""The text with escapes for characters that act instead of being seen: controls, line ends, direction marks.
+    r"""The text with escapes for characters that act instead of being seen: controls, line ends,
+    direction marks.
 
-    A name from a file could otherwise clear a terminal, write a verdict of its own or turn a line around.
+    A name from a file could otherwise clear a terminal, write a verdict of its own or turn a line
+    around.
 
     Args:
         text: Any text.
@@ -78,12 +86,15 @@ def write_csv(path: str | os.PathLike[str], columns: Columns, *, digits: int | N
     Args:
         path: The file.
         columns: By name, [n] each: numbers, or anything else as its text.
-        digits: Significant digits of floating-point numbers; None: as many as are needed to read the same number back.
+        digits: Significant digits of floating-point numbers; None: as many as are needed to read
+            the same number back.
     """
     write_csv_parts(path, [columns], digits=digits)
 
 
-def write_csv_parts(path: str | os.PathLike[str], parts: Iterable[Columns], *, digits: int | None = None) -> None:
+def write_csv_parts(
+    path: str | os.PathLike[str], parts: Iterable[Columns], *, digits: int | None = None
+) -> None:
     """The same for a table that comes in parts, each with the same columns and some of the rows."""
     import pyarrow as pa
     from pyarrow import csv
@@ -91,7 +102,9 @@ def write_csv_parts(path: str | os.PathLike[str], parts: Iterable[Columns], *, d
     with replaced_when_complete(path) as temporary, contextlib.ExitStack() as stack:
         writer: Any = None
         for columns in parts:
-            table = pa.table({_text_cell(name): _cells(values, digits) for name, values in columns.items()})
+            table = pa.table(
+                {_text_cell(name): _cells(values, digits) for name, values in columns.items()}
+            )
             writer = writer or stack.enter_context(csv.CSVWriter(temporary, table.schema))
             writer.write_table(table)
 
@@ -103,8 +116,15 @@ def _cells(values: Sequence[object] | np.ndarray, digits: int | None) -> Any:
     numbers = isinstance(values, np.ndarray) or {*map(type, values)} <= {int, float}
     array = np.asarray(values if numbers else [])
     if numbers and array.dtype.kind == "f":
-        return pa.array(array if digits is None else _rounded(array.astype(np.float64), digits), from_pandas=True)
-    return pa.array(array if numbers and array.dtype.kind in "iu" else [_text_cell(str(value)) for value in values])
+        return pa.array(
+            array if digits is None else _rounded(array.astype(np.float64), digits),
+            from_pandas=True,
+        )
+    return pa.array(
+        array
+        if numbers and array.dtype.kind in "iu"
+        else [_text_cell(str(value)) for value in values]
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -117,12 +137,16 @@ def _rounded(values: np.ndarray, digits: int) -> np.ndarray:
     with np.errstate(all="ignore"):
         places = digits - 1 - np.floor(np.log10(np.abs(values)))
         scale = 10.0 ** np.abs(places)
-        rounded = np.where(places > 0, np.rint(values * scale) / scale, np.rint(values / scale) * scale)
+        rounded = np.where(
+            places > 0, np.rint(values * scale) / scale, np.rint(values / scale) * scale
+        )
     return np.where(np.abs(places) <= 22, rounded, values)  # larger powers of ten are not exact
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:
-    """Lines with aligned cells; the columns ``left`` are aligned to the left, the others to the right.
+    """Lines with aligned cells.
+
+    The columns ``left`` are aligned to the left, the others to the right.
 
     Example:
         >>> aligned([("step", "ms"), ("1", "12.5")], left=[0])
@@ -132,7 +156,11 @@ def aligned(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[st
     lines = []
     for row in rows:
         cells = enumerate(zip(row, widths, strict=True))
-        lines.append("  ".join(cell.ljust(width) if n in left else cell.rjust(width) for n, (cell, width) in cells))
+        lines.append(
+            "  ".join(
+                cell.ljust(width) if n in left else cell.rjust(width) for n, (cell, width) in cells
+            )
+        )
     return [line.rstrip() for line in lines]
 
 
@@ -157,11 +185,15 @@ def json_ready(value: object, *, for_people: bool = False) -> Any:
 
     Args:
         value: Numbers, texts and arrays, also in lists and dicts.
-        for_people: Whether texts are :func:`visible`, and infinite numbers "infinite" and "-infinite"; otherwise texts
-            stay, so that an id is found by it, and infinite numbers are null, as NaN is.
+        for_people: Whether texts are :func:`visible`, and infinite numbers "infinite" and
+            "-infinite"; otherwise texts stay, so that an id is found by it, and infinite numbers
+            are null, as NaN is.
 
     Example:
-        >>> json_ready({1: np.array([0.5, np.inf, np.nan])}), json_ready((-np.inf,), for_people=True)
+        >>> (
+        ...     json_ready({1: np.array([0.5, np.inf, np.nan])}),
+        ...     json_ready((-np.inf,), for_people=True),
+        ... )
         ({'1': [0.5, None, None]}, ['-infinite'])
     """
     ready = functools.partial(json_ready, for_people=for_people)
@@ -177,7 +209,9 @@ def json_ready(value: object, *, for_people: bool = False) -> Any:
     return visible(value) if for_people and isinstance(value, str) else value
 
 
-def with_progress(items: Iterable[Item], progress: bool, title: str, total: int | None = None) -> Iterable[Item]:
+def with_progress(
+    items: Iterable[Item], progress: bool, title: str, total: int | None = None
+) -> Iterable[Item]:
     """The items, counted by a progress bar (tqdm) if ``progress`` is true.
 
     Example:
@@ -192,10 +226,16 @@ def with_progress(items: Iterable[Item], progress: bool, title: str, total: int 
 
 
 def most_alike(name: str, names: Sequence[str]) -> str | None:
-    """The first of the names that contains this one, or else the one that looks most alike; None: none does.
+    """The first of the names that contains this one, or else the one that looks most alike.
+
+    None: none does.
 
     Example:
-        >>> most_alike("noise", ["clip", "noise_multiplier"]), most_alike("aeg", ["age"]), most_alike("height", ["age"])
+        >>> (
+        ...     most_alike("noise", ["clip", "noise_multiplier"]),
+        ...     most_alike("aeg", ["age"]),
+        ...     most_alike("height", ["age"]),
+        ... )
         ('noise_multiplier', 'age', None)
     """
     longer = [known for known in names if name in known and len(name) > 2]

@@ -1,8 +1,11 @@
-"""Tensors in nested tuples, lists and dicts: batches, inputs and outputs; and reading them without waiting.
+"""Tensors in nested tuples, lists and dicts: batches, inputs and outputs.
 
-The results are those of torch's pytrees, which know more kinds but take many times as long: one training step walks
-through its batch a dozen times. So tuples, lists and dicts are walked here, in loops rather than by recursion where
-that is possible. Dataclasses and UserDicts are registered with pytrees when they are first seen.
+And reading them without waiting.
+
+The results are those of torch's pytrees, which know more kinds but take many times as long: one
+training step walks through its batch a dozen times. So tuples, lists and dicts are walked here, in
+loops rather than by recursion where that is possible. Dataclasses and UserDicts are registered with
+pytrees when they are first seen.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def form_of(tree: Any, *, shapes: bool = False) -> Hashable:
-    """The tree's structure and everything in it except tensors; equal for trees that differ only in tensors.
+    """The tree's structure and everything in it except tensors.
+
+    Equal for trees that differ only in tensors.
 
     With ``shapes``, the tensors' dtypes and shapes belong to it, without the size of the batch.
 
@@ -77,7 +82,13 @@ def form_of(tree: Any, *, shapes: bool = False) -> Hashable:
             form.append((kind, part))
         else:
             leaves, structure = flattened(part)
-            form.append((kind, repr(structure), *[None if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]))
+            form.append(
+                (
+                    kind,
+                    repr(structure),
+                    *[None if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves],
+                )
+            )
             waiting += [leaf for leaf in reversed(leaves) if isinstance(leaf, Tensor)]
     return tuple(form)
 
@@ -105,11 +116,14 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
             mapped.append(part)
         return dict(zip(tree, mapped, strict=True)) if kind is dict else kind(mapped)
     leaves, structure = flattened(tree)
-    return pytree.tree_unflatten([function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+    return pytree.tree_unflatten(
+        [function(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
+    )
 
 
 def concatenated(trees: Sequence[object]) -> Any:
-    """Several trees of one structure as one: their tensors one after the other, everything else from the first.
+    """Several trees of one structure as one: their tensors one after the other, everything else
+    from the first.
 
     Example:
         >>> concatenated([{"x": torch.zeros(1), "k": 3}, {"x": torch.ones(1), "k": 3}])
@@ -122,7 +136,8 @@ def concatenated(trees: Sequence[object]) -> Any:
 
 
 def flattened(tree: object) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and structure from torch's pytrees, with which new dataclasses and UserDicts are registered.
+    """Leaves and structure from torch's pytrees, with which new dataclasses and UserDicts are
+    registered.
 
     Example:
         >>> import torch
@@ -135,7 +150,8 @@ def flattened(tree: object) -> tuple[list[Any], pytree.TreeSpec]:
         unknown = {
             type(leaf)
             for leaf in leaves
-            if isinstance(leaf, UserDict) or (dataclasses.is_dataclass(leaf) and not isinstance(leaf, type))
+            if isinstance(leaf, UserDict)
+            or (dataclasses.is_dataclass(leaf) and not isinstance(leaf, type))
         }
         if not unknown:
             return leaves, structure
@@ -145,14 +161,19 @@ def flattened(tree: object) -> tuple[list[Any], pytree.TreeSpec]:
 
 @dataclasses.dataclass(frozen=True)
 class _Holder:
-    """The object that is copied to hold other values; two of one type are equal when structures are compared."""
+    """The object that is copied to hold other values.
+
+    Two of one type are equal when structures are compared.
+    """
 
     kind: type
     holder: Any = dataclasses.field(compare=False, repr=False)
 
 
 def _parts_of(holder: Any) -> tuple[list[Any], Any]:
-    """The values of a dataclass or a UserDict, and everything needed to make another one with other values."""
+    """The values of a dataclass or a UserDict, and everything needed to make another one with other
+    values.
+    """
     if isinstance(holder, UserDict):
         return list(holder.data.values()), (_Holder(type(holder), holder), tuple(holder.data))
     names = tuple(part.name for part in dataclasses.fields(holder) if hasattr(holder, part.name))
@@ -170,7 +191,10 @@ def _with_parts(values: Any, context: Any) -> Any:
 
 
 def read_later(values: Tensor) -> Callable[[], Tensor]:
-    """Start to copy ``values`` to the CPU; the returned function waits for the copy and returns it."""
+    """Start to copy ``values`` to the CPU.
+
+    The returned function waits for the copy and returns it.
+    """
     if values.device.type != "cuda":
         return lambda: values.cpu()
     seen = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

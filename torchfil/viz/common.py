@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from torchfil.utils.errors import installed_by, require
+from torchfil.utils.errors import installed_by
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,16 +55,28 @@ def as_finite(values: object, name: str) -> np.ndarray:
     """Values as float64; NaN and infinity are refused."""
     array = as_array(values).astype(np.float64)
     bad = np.argwhere(~np.isfinite(array)).tolist()
-    require(not bad, f"{name} is not finite at {bad[:3]} ({len(bad)} of {array.size} values); drop such values")
+    if bad:
+        raise ValueError(
+            f"{name} is not finite at {bad[:3]} ({len(bad)} of {array.size} values); drop such "
+            "values"
+        )
     return array
 
 
-def as_vector(values: object, name: str, length: int | None = None, *, infinite: bool = False) -> np.ndarray:
-    """Values as float64 of shape [length], at least one; NaN is refused, and so is infinity unless ``infinite``."""
+def as_vector(
+    values: object, name: str, length: int | None = None, *, infinite: bool = False
+) -> np.ndarray:
+    """Values as float64 of shape [length], at least one.
+
+    NaN is refused, and so is infinity unless ``infinite``.
+    """
     array = as_array(values).astype(np.float64)
-    vector = array.ndim == 1 and array.size > 0
-    require(vector, f"{name} must be one number per entry, [n] with n ≥ 1, got shape {list(array.shape)}")
-    require(length in (None, len(array)), f"{name} has {len(array)} entries for {length}; it must have one each")
+    if not (array.ndim == 1 and array.size > 0):
+        raise ValueError(
+            f"{name} must be one number per entry, [n] with n ≥ 1, got shape {list(array.shape)}"
+        )
+    if length not in (None, len(array)):
+        raise ValueError(f"{name} has {len(array)} entries for {length}; it must have one each")
     as_finite(np.where(np.isinf(array), 0.0, array) if infinite else array, name)
     return array
 
@@ -79,7 +91,8 @@ class _NameWrapper(textwrap.TextWrapper):
 
 
 def wrapped(text: str, width: int) -> str:
-    """Text in lines of at most ``width`` characters, broken after spaces and ``_ - . / :`` if there are any.
+    """Text in lines of at most ``width`` characters, broken after spaces and ``_ - . / :`` if there
+    are any.
 
     Example:
         >>> wrapped("patient_000123_scan_2.png", 15).splitlines()

@@ -1,1 +1,4 @@
-"""The models people train, tiny, each trained privately and compared with brute force; see docs/models.md."""
+"""The models people train, tiny, each trained privately and compared with brute force.
+
+See docs/models.md.
+"""

@@ -1,4 +1,6 @@
-"""Write docs/models.md: ``python -m tests.integrations.model_zoo`` in the environment of ``make test-integrations``."""
+"""Write docs/models.md: ``python -m tests.integrations.model_zoo`` in the environment of ``make
+test-integrations``.
+"""
 
 from __future__ import annotations
 

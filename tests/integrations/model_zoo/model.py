@@ -1,4 +1,6 @@
-"""What the table knows of a model: how it is built, what it is trained on, by which loss, and what is private in it."""
+"""What the table knows of a model: how it is built, what it is trained on, by which loss, and what
+is private in it.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ class Model:
         loss: criterion(outputs, targets), the mean over the batch.
         drops: Whether it has dropout (or drops paths).
         loss_inside: Whether it computes its own loss when it is given labels.
-        private: The submodules whose outputs are private by default; none: the floating-point inputs.
-        criterion_needed: Whether the loss has to be given to ``make_private``: it has more than one part.
+        private: The submodules whose outputs are private by default; none: the floating-point
+            inputs.
+        criterion_needed: Whether the loss has to be given to ``make_private``: it has more than one
+            part.
         collate: Makes a batch of examples; None: torch's own way.
     """
 
@@ -85,7 +89,8 @@ def texts(labels: str = "class", *, segments: bool = False) -> list[dict[str, Te
     """Texts as a tokenizer gives them: word numbers, padded at their end, and a mask.
 
     Args:
-        labels: "class", "tokens" (a class for each word, −100 where there is none), "words" (the words themselves).
+        labels: "class", "tokens" (a class for each word, −100 where there is none), "words" (the
+            words themselves).
         segments: Whether ``token_type_ids`` are given.
     """
     source, examples = seeded(), []
@@ -98,7 +103,9 @@ def texts(labels: str = "class", *, segments: bool = False) -> list[dict[str, Te
             "words": words.where(mask, -100),
         }[labels]
         kinds = {"token_type_ids": (torch.arange(LENGTH) > 2).long()} if segments else {}
-        examples.append({"input_ids": words, "attention_mask": mask.long(), "labels": target, **kinds})
+        examples.append(
+            {"input_ids": words, "attention_mask": mask.long(), "labels": target, **kinds}
+        )
     return examples
 
 

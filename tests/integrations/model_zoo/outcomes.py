@@ -1,4 +1,6 @@
-"""What became of a model that was trained privately: it runs and is right, it is refused, or it fails; as a page."""
+"""What became of a model that was trained privately: it runs and is right, it is refused, or it
+fails; as a page.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from . import hugging_face, plain, vision
 from .model import Model
 from .truth import WAYS, assert_true, trained
 
-# Beside the environment, not in it, as the Makefile says why; torchvision comes before what looks for it.
+# Beside the environment, not in it, as the Makefile says why; torchvision comes before what looks
+# for it.
 sys.path.append(str(Path(sys.prefix) / "vision"))
 import_torchvision()
 MODELS = {model.name: model for model in (*hugging_face.MODELS, *vision.MODELS, *plain.MODELS)}
@@ -54,8 +57,8 @@ class Outcome:
     """How a case ended.
 
     Attributes:
-        kind: "runs" (a recorded pass), "runs (vmap)" (mapped over examples), "refused" (by torchfil, with a reason) or
-            "fails" (in an error of another package).
+        kind: "runs" (a recorded pass), "runs (vmap)" (mapped over examples), "refused" (by
+            torchfil, with a reason) or "fails" (in an error of another package).
         reason: The text of the error, numbers left out.
     """
 
@@ -86,7 +89,8 @@ def outcome_of(case: Case) -> Outcome:
             last = traceback.extract_tb(error.__traceback__)[-1].filename
             is_ours = Path(last).is_relative_to(Path(torchfil.__file__).parent)
             text = " ".join(f"{type(error).__name__}: {error}".split())
-            reason = re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "N", text.replace("|", "/"))  # machines' numbers differ
+            # machines' numbers differ
+            reason = re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "N", text.replace("|", "/"))
             return Outcome(REFUSED if is_ours else FAILED, reason)
         assert_true(run)
     return Outcome(MAPPED if run.mapped else RECORDED)
@@ -99,7 +103,8 @@ PACKAGES = ("torch", "opacus", "transformers", "peft", "timm", "torchvision")
 COLUMNS = [(way, dropout) for way in WAYS for dropout in (True, False)]
 NONE = "–"
 
-HEADER = re.split(r"^\d+ models, ", DOCS.read_text(), flags=re.MULTILINE)[0].rstrip() + "\n"  # the page's own words
+# the page's own words
+HEADER = re.split(r"^\d+ models, ", DOCS.read_text(), flags=re.MULTILINE)[0].rstrip() + "\n"
 
 
 def text_of(outcomes: Mapping[Case, Outcome]) -> str:
@@ -114,17 +119,22 @@ def text_of(outcomes: Mapping[Case, Outcome]) -> str:
         return f"{outcome.kind} [{notes[outcome.reason]}]" if outcome.reason else outcome.kind
 
     names = list(dict.fromkeys(case.name for case in outcomes))
-    refused = [name for name in names if any(outcomes[case].reason for case in CASES if case.name == name)]
+    refused = [
+        name for name in names if any(outcomes[case].reason for case in CASES if case.name == name)
+    ]
     lines = [
         HEADER,
-        f"{len(names)} models, {len(outcomes)} runs; {len(refused)} models are refused in some way or fail. Versions: "
-        + ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-        + ".",
+        f"{len(names)} models, {len(outcomes)} runs; {len(refused)} models are refused in some "
+        "way or fail. Versions: " + ", ".join(f"{name} {version(name)}" for name in PACKAGES) + ".",
         "",
-        "| model | out.loss, dropout | out.loss | loop, dropout | loop | train_step, dropout | train_step |",
+        "| model | out.loss, dropout | out.loss | loop, dropout | loop | train_step, dropout | "
+        "train_step |",
         "|---|---|---|---|---|---|---|",
     ]
-    lines += [f"| {name} | {' | '.join(cell(Case(name, *column)) for column in COLUMNS)} |" for name in names]
+    lines += [
+        f"| {name} | {' | '.join(cell(Case(name, *column)) for column in COLUMNS)} |"
+        for name in names
+    ]
     if notes:
         lines += ["", "## Notes", ""]
         lines += [f"{number}. {reason}" for reason, number in notes.items()]

@@ -41,7 +41,12 @@ def encoder(dropout: float) -> nn.Module:
     table, head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, CLASSES)
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout, batch_first=True)
     layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    return Made(lambda m, x: m.head(m.layers(m.embedding(x)).mean(dim=1)), embedding=table, head=head, layers=layers)
+    return Made(
+        lambda m, x: m.head(m.layers(m.embedding(x)).mean(dim=1)),
+        embedding=table,
+        head=head,
+        layers=layers,
+    )
 
 
 def bag_of_words(dropout: float) -> nn.Module:
@@ -103,8 +108,14 @@ def text(name: str, build: Any) -> Model:
 
 
 MODELS = [
-    *(text(f"Opacus {kind}", partial(words, kind=kind)) for kind in ("DPLSTM", "DPGRU", "DPMultiheadAttention")),
-    *(text(f"torch {kind}", partial(words, kind=kind)) for kind in ("LSTM", "GRU", "MultiheadAttention")),
+    *(
+        text(f"Opacus {kind}", partial(words, kind=kind))
+        for kind in ("DPLSTM", "DPGRU", "DPMultiheadAttention")
+    ),
+    *(
+        text(f"torch {kind}", partial(words, kind=kind))
+        for kind in ("LSTM", "GRU", "MultiheadAttention")
+    ),
     text("torch TransformerEncoder", encoder),
     text("EmbeddingBag classifier", bag_of_words),
     Model("two heads, two losses", two_heads, two_targets, both, criterion_needed=True),

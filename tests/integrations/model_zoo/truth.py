@@ -1,13 +1,15 @@
 """Two private steps of a model, and the slow truth of them by plain reverse mode.
 
-The run has all options as they are by default but the noise, so little that what is released is the sum of clipped
-gradients, and ``amplification="none"``. Its probes u_k are noted, so that the traces can be compared to 1e-6: with g̃
-the clipped gradient of an example alone within its batch, J̃ = ∂g̃/∂z and P = I − ĝĝᵀ, a step of k probes adds
+The run has all options as they are by default but the noise, so little that what is released is the
+sum of clipped gradients, and ``amplification="none"``. Its probes u_k are noted, so that the traces
+can be compared to 1e-6: with g̃ the clipped gradient of an example alone within its batch, J̃ =
+∂g̃/∂z and P = I − ĝĝᵀ, a step of k probes adds
 
     (mean_k ‖J̃ᵀPu_k‖² + ‖J̃ᵀĝ‖²) / (σC)².
 
-The truth never looks at masks: it runs the batch from the random state that the step began with, so that torch draws
-the same numbers again. It calls the model as it is, without vmap, hooks of the library or a rule for any layer.
+The truth never looks at masks: it runs the batch from the random state that the step began with, so
+that torch draws the same numbers again. It calls the model as it is, without vmap, hooks of the
+library or a rule for any layer.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from torchfil.utils.trees import map_tensors, tensors_of
 
 from .model import Model, seeded
 
-WAYS = ("loss", "loop", "train_step")  # model(**batch).loss in the loop, a torch loss in the loop, engine.train_step
+# model(**batch).loss in the loop, a torch loss in the loop, engine.train_step
+WAYS = ("loss", "loop", "train_step")
 STEPS, BATCH, PADDING = 2, 3, 0
 TOLERANCE = 1e-6
 
@@ -88,7 +91,9 @@ def split(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     return tuple(batch[:-1]), {}, batch[-1]
 
 
-def trained(model: Model, way: str, *, dropout: bool, count: int = STEPS, **options: Any) -> Trained:
+def trained(
+    model: Model, way: str, *, dropout: bool, count: int = STEPS, **options: Any
+) -> Trained:
     """The model after some steps; raises what the engine raises.
 
     Args:
@@ -102,16 +107,27 @@ def trained(model: Model, way: str, *, dropout: bool, count: int = STEPS, **opti
     trainable = {name: value for name, value in module.named_parameters() if value.requires_grad}
     plain, engine = copy.deepcopy(module), FILPrivacyEngine()
     optimizer: Any = torch.optim.SGD(trainable.values(), lr=0.3)
-    loader: Any = DataLoader(model.data(), batch_size=BATCH, collate_fn=model.collate, generator=seeded(2))
+    loader: Any = DataLoader(
+        model.data(), batch_size=BATCH, collate_fn=model.collate, generator=seeded(2)
+    )
     if way == "train_step" or (way == "loop" and model.criterion_needed):
         options = {"criterion": model.loss, **options}
-    given = {"noise_multiplier": SIGMA, "max_grad_norm": C, "amplification": "none", "seed": 3, **options}
+    given = {
+        "noise_multiplier": SIGMA,
+        "max_grad_norm": C,
+        "amplification": "none",
+        "seed": 3,
+        **options,
+    }
     notes: list[tuple[int, ...]] = []
     steps: list[Step] = []
     torch.manual_seed(4)
     with noted_probes(notes) as estimator, mock.patch.object(executor.logger, "warning") as warning:
         wrapped, optimizer, loader = engine.make_private(
-            module, optimizer, loader, **grouped(estimator=estimator, noise_generator=seeded(5), **given)
+            module,
+            optimizer,
+            loader,
+            **grouped(estimator=estimator, noise_generator=seeded(5), **given),
         )
         for batch in islice(chain.from_iterable(repeat(loader)), count):
             weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
@@ -126,7 +142,9 @@ def trained(model: Model, way: str, *, dropout: bool, count: int = STEPS, **opti
     return Trained(model, plain, engine, steps, mapped)
 
 
-def take(model: Model, way: str, engine: FILPrivacyEngine, wrapped: Any, optimizer: Any, batch: Any) -> None:
+def take(
+    model: Model, way: str, engine: FILPrivacyEngine, wrapped: Any, optimizer: Any, batch: Any
+) -> None:
     """One step, as people write it."""
     if way == "train_step":
         args, kwargs, targets = split(batch)
@@ -158,20 +176,26 @@ def clipped_and_products(run: Trained, step: Step) -> Iterator[tuple[Tensor, Ten
     """Of each example in the batch g̃, [p], and J̃ᵀPu of every probe and J̃ᵀĝ, [probes + 1, d]."""
     module = copy.deepcopy(run.plain)
     module.load_state_dict(step.weights)
-    for part in module.modules():  # the same functions by others, of which torch has second derivatives
+    # the same functions by others, of which torch has second derivatives
+    for part in module.modules():
         if isinstance(part, nn.Hardsigmoid):
             part.forward = lambda x: F.relu6(x + 3) / 6  # type: ignore[method-assign]
         elif isinstance(part, nn.EmbeddingBag):
             part.forward = lambda words, part=part: F.embedding(words, part.weight).mean(dim=1)  # type: ignore
     parameters = [value for value in module.parameters() if value.requires_grad]
     args, kwargs, targets = split(step.batch)
-    args, kwargs = map_tensors(lambda x: x.clone().requires_grad_() if x.is_floating_point() else x, (args, kwargs))
-    seen = [leaf for leaf in tensors_of((args, kwargs)) if leaf.requires_grad]  # what is private, as leaves
+    args, kwargs = map_tensors(
+        lambda x: x.clone().requires_grad_() if x.is_floating_point() else x, (args, kwargs)
+    )
+    # what is private, as leaves
+    seen = [leaf for leaf in tensors_of((args, kwargs)) if leaf.requires_grad]
 
     def moved(_module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         seen.append(torch.zeros_like(output).requires_grad_())
-        if any(torch.equal(inputs[0], leaf) for leaf in kwargs.values()):  # tokens of the batch, as it is
-            return output + seen[-1] * (inputs[0] != PADDING)[..., None]  # what stands at padding is nobody's
+        # tokens of the batch, as it is
+        if any(torch.equal(inputs[0], leaf) for leaf in kwargs.values()):
+            # what stands at padding is nobody's
+            return output + seen[-1] * (inputs[0] != PADDING)[..., None]
         return output + seen[-1]
 
     if run.model.private:
@@ -179,7 +203,8 @@ def clipped_and_products(run: Trained, step: Step) -> Iterator[tuple[Tensor, Ten
     for name in (run.model.private,) if isinstance(run.model.private, str) else run.model.private:
         module.get_submodule(name).register_forward_hook(moved)
 
-    # The whole batch with the numbers that the step drew, then the loss of one example after the other.
+    # The whole batch with the numbers that the step drew, then the loss of one example after the
+    # other.
     set_random_state(step.state)
     outputs = module(*args, **kwargs)
     clip = get_clip(DEFAULT_CLIP)
@@ -188,9 +213,15 @@ def clipped_and_products(run: Trained, step: Step) -> Iterator[tuple[Tensor, Ten
         g = flat_gradient(loss, parameters, create_graph=True)
         clipped = g / clip.c(g.norm() / clip.threshold(C))
         unit = (clipped / clipped.norm()).detach()
-        signs = [signs_of(draw_bits(seed, torch.empty(len(g), dtype=torch.int8)), g.dtype) for seed in step.seeds]
+        signs = [
+            signs_of(draw_bits(seed, torch.empty(len(g), dtype=torch.int8)), g.dtype)
+            for seed in step.seeds
+        ]
         vectors = [*(u - (unit @ u) * unit for u in signs), unit]
-        products = [flat_gradient(clipped, seen, grad_outputs=vector, retain_graph=True) for vector in vectors]
+        products = [
+            flat_gradient(clipped, seen, grad_outputs=vector, retain_graph=True)
+            for vector in vectors
+        ]
         yield clipped.detach(), torch.stack(products)
 
 
@@ -201,14 +232,18 @@ def flat_gradient(value: Tensor, leaves: Sequence[Tensor], **options: Any) -> Te
 
 
 def assert_true(run: Trained) -> None:
-    """Every example's trace after the steps, and what each step released, are those of brute force to 1e-6."""
+    """Every example's trace after the steps, and what each step released, are those of brute force
+    to 1e-6.
+    """
     ledger = run.engine.ledger
     assert ledger is not None, "no step was measured"
     traces = torch.zeros(ledger.num_examples, dtype=torch.float64)
     for step in run.steps:
         total = torch.zeros_like(step.released)
         with random_state_kept(), sdpa_kernel(SDPBackend.MATH):
-            for number, (clipped, products) in zip(step.ids, clipped_and_products(run, step), strict=True):
+            for number, (clipped, products) in zip(
+                step.ids, clipped_and_products(run, step), strict=True
+            ):
                 squares = products.square().sum(dim=1)
                 traces[number] += (squares[:-1].mean() + squares[-1]) / (SIGMA * C) ** 2
                 total += clipped

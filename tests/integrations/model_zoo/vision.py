@@ -1,4 +1,7 @@
-"""timm's and torchvision's image models, small; batch normalisation, which mixes examples, is GroupNorm in all."""
+"""timm's and torchvision's image models, small.
+
+Batch normalisation, which mixes examples, is GroupNorm in all.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,11 @@ def group_norm(channels: int, **_: Any) -> nn.Module:
 
 
 def of_timm(
-    dropout: float, name: str, more_drops: tuple[str, ...] = (), groups: bool = False, **options: Any
+    dropout: float,
+    name: str,
+    more_drops: tuple[str, ...] = (),
+    groups: bool = False,
+    **options: Any,
 ) -> nn.Module:
     """A model of timm's registry, with GroupNorm of two groups where told."""
     import timm
@@ -44,7 +51,14 @@ def mixer(dropout: float) -> nn.Module:
     """A mixer of one block."""
     from timm.models.mlp_mixer import MlpMixer
 
-    sizes = {"num_classes": CLASSES, "img_size": 8, "in_chans": 1, "patch_size": 4, "num_blocks": 1, "embed_dim": 8}
+    sizes = {
+        "num_classes": CLASSES,
+        "img_size": 8,
+        "in_chans": 1,
+        "patch_size": 4,
+        "num_blocks": 1,
+        "embed_dim": 8,
+    }
     drops = dict.fromkeys(("drop_rate", "proj_drop_rate", "drop_path_rate"), dropout)
     return MlpMixer(**sizes, mlp_ratio=(0.5, 1.0), **drops)
 
@@ -82,13 +96,18 @@ def swin(dropout: float) -> nn.Module:
     """swin_t's class."""
     from torchvision.models import SwinTransformer
 
-    model = SwinTransformer([2, 2], 4, [2, 1], [1, 2], [2, 2], 2.0, dropout, dropout, dropout, CLASSES)
+    model = SwinTransformer(
+        [2, 2], 4, [2, 1], [1, 2], [2, 2], 2.0, dropout, dropout, dropout, CLASSES
+    )
     nn.init.normal_(model.head.weight, std=0.3)
     return model
 
 
 def mobilenet(dropout: float, smooth: bool = False) -> nn.Module:
-    """mobilenet_v3's class; with smooth activations: torch has no second derivative of Hardsigmoid."""
+    """mobilenet_v3's class.
+
+    With smooth activations: torch has no second derivative of Hardsigmoid.
+    """
     from torchvision.models.mobilenetv3 import InvertedResidualConfig, MobileNetV3
 
     from torchfil import SmoothnessValidator
@@ -111,16 +130,38 @@ def densenet(dropout: float) -> nn.Module:
 
 def model(name: str, build: Any, size: int = 8, *, drops: bool = True, **options: Any) -> Model:
     """A line of the table; ``build``: a function, or the name of a model in timm's registry."""
-    make = partial(of_timm, name=build, **options) if isinstance(build, str) else partial(build, **options)
+    make = (
+        partial(of_timm, name=build, **options)
+        if isinstance(build, str)
+        else partial(build, **options)
+    )
     channels = 1 if name.startswith("timm") else 3
     return Model(name, make, partial(labelled, channels, size, size), F.cross_entropy, drops)
 
 
-VIT: dict[str, Any] = {"img_size": 8, "patch_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2, "mlp_ratio": 1.0}
+VIT: dict[str, Any] = {
+    "img_size": 8,
+    "patch_size": 4,
+    "embed_dim": 8,
+    "depth": 1,
+    "num_heads": 2,
+    "mlp_ratio": 1.0,
+}
 CONVNEXT: dict[str, Any] = {"dims": (4, 4, 6, 6), "depths": (1, 1, 1, 1), "patch_size": 1}
-RESNET: dict[str, Any] = {"stem_type": "deep", "stem_width": 4, "channels": (4, 4, 6, 6), "layers": (1, 1, 1, 1)}
+RESNET: dict[str, Any] = {
+    "stem_type": "deep",
+    "stem_width": 4,
+    "channels": (4, 4, 6, 6),
+    "layers": (1, 1, 1, 1),
+}
 RESNET |= {"groups": True}
-SWIN: dict[str, Any] = {"img_size": 8, "patch_size": 2, "embed_dim": 4, "depths": (2, 1), "num_heads": (1, 2)}
+SWIN: dict[str, Any] = {
+    "img_size": 8,
+    "patch_size": 2,
+    "embed_dim": 4,
+    "depths": (2, 1),
+    "num_heads": (1, 2),
+}
 SWIN |= {"window_size": 2, "more_drops": ("attn_drop_rate", "proj_drop_rate")}
 SMOOTH = "torchvision mobilenet_v3, GroupNorm, SmoothnessValidator.fix(activation='silu')"
 MODELS = [
@@ -131,7 +172,13 @@ MODELS = [
     model("timm resnet, GroupNorm", "resnet10t", 16, **RESNET),
     model("timm swin", "swin_tiny_patch4_window7_224", **SWIN),
     model("timm efficientnet, GroupNorm", efficient),
-    model("timm nfnet (weight standardisation)", "nf_resnet26", 16, width_factor=0.0625, depths=(1, 1, 1, 1)),
+    model(
+        "timm nfnet (weight standardisation)",
+        "nf_resnet26",
+        16,
+        width_factor=0.0625,
+        depths=(1, 1, 1, 1),
+    ),
     model("torchvision resnet18, GroupNorm", resnet, 16, drops=False),
     model("torchvision vit_b", vit),
     model("torchvision convnext", convnext),

@@ -1,14 +1,17 @@
 """Saving a run's state and resuming from it: the sums continue, the noise is always new.
 
-Checkpoints are files or folders. They are read only if they are complete, and safe to read if they come from others.
+Checkpoints are files or folders. They are read only if they are complete, and safe to read if they
+come from others.
 
-A file is what ``torch.save`` writes, with the SHA-256 of all of it at the end, where ``torch.load`` does not look.
+A file is what ``torch.save`` writes, with the SHA-256 of all of it at the end, where ``torch.load``
+does not look.
 
-A folder has one such file for each rank: its shards of the tensors that are sharded, and in rank 0's file everything
-else. The folder's file ``latest`` names a subfolder with a complete checkpoint. A new checkpoint is written next to it;
-when all ranks are done, ``latest`` is replaced and the old one removed. If a process is stopped at any time, the last
-complete checkpoint therefore remains, and the next write removes the unfinished one. Any number of ranks can read it:
-each puts the shards of one tensor after the other together, and keeps its own part. The names of tensors are their keys
+A folder has one such file for each rank: its shards of the tensors that are sharded, and in rank
+0's file everything else. The folder's file ``latest`` names a subfolder with a complete checkpoint.
+A new checkpoint is written next to it; when all ranks are done, ``latest`` is replaced and the old
+one removed. If a process is stopped at any time, the last complete checkpoint therefore remains,
+and the next write removes the unfinished one. Any number of ranks can read it: each puts the shards
+of one tensor after the other together, and keeps its own part. The names of tensors are their keys
 as ``torch.utils._pytree.keystr`` prints them: ``['module_state_dict']['0.weight']``.
 
 Reading cannot run code: all files are loaded with ``weights_only=True``.
@@ -41,7 +44,7 @@ from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.run import weights_in_words
 from torchfil.engine.saving.data import data_fingerprint
 from torchfil.fisher.amplification import name_of_amplification
-from torchfil.utils.errors import CheckpointError, all_or_nothing, require
+from torchfil.utils.errors import CheckpointError, all_or_nothing
 from torchfil.utils.files import atomic_write_checked, check_checksum, check_regular, write_bytes
 from torchfil.utils.noise import preserve_rng, random_state, set_random_state
 
@@ -52,7 +55,8 @@ Result = TypeVar("Result")
 _LATEST = "latest"
 _PREFIX = "checkpoint-"
 _STATE, _RANDOM = "fil_engine_state_dict", "random_state"
-_SAVED, _PARTS = "_state_dict", ("optimizer", "noise_scheduler", "grad_clip_scheduler")  # names as in Opacus
+# names as in Opacus
+_SAVED, _PARTS = "_state_dict", ("optimizer", "noise_scheduler", "grad_clip_scheduler")
 _DIFFERENCES = {  # settings whose values say nothing
     "ids": "other ids (id_of=)",
     "tracked_ids": "track= for other ids",
@@ -71,16 +75,19 @@ def write_file(path: FilePlace, content: Mapping[str, object], **options: Any) -
         content: Tensors and plain values.
         **options: Options of ``torch.save``.
     """
-    with atomic_write_checked(path) as file:  # our own file, because torch's errors do not mention a full disk
+    # our own file, because torch's errors do not mention a full disk
+    with atomic_write_checked(path) as file:
         torch.save(content, file, **options)
 
 
 def read_file(path: FilePlace, **options: Any) -> State:
-    """The content that :func:`write_file` has written: only tensors and plain values; safe on files from others.
+    """The content that :func:`write_file` has written: only tensors and plain values.
+
+    Safe on files from others.
 
     Guarantees:
-        * A file that was truncated, or in which any bit has changed, is refused; so is one that holds anything but
-          tensors and plain values.
+        * A file that was truncated, or in which any bit has changed, is refused; so is one that
+          holds anything but tensors and plain values.
 
     Args:
         path: The file, or an open one.
@@ -107,15 +114,21 @@ def read_file(path: FilePlace, **options: Any) -> State:
         try:
             check_checksum(file)
             content = torch.load(path if is_named else file, **{"weights_only": True, **options})
-            require(isinstance(content, dict), f"it holds a {type(content).__name__}")
+            if not isinstance(content, dict):
+                raise ValueError(f"it holds a {type(content).__name__}")
         except MemoryError:
             raise
         except Exception as error:  # torch, pickle and zipfile raise many kinds of errors
-            unsafe = isinstance(error, pickle.UnpicklingError)  # its text recommends running what the file holds
-            reason = "it cannot be unpickled safely" if unsafe else str(error).partition("\n")[0][:200]
-            damaged = f"{path if is_named else 'the checkpoint'} is damaged or truncated ({reason})"
-            remedy = "Nothing was loaded: copy it again, or resume from an earlier checkpoint."
-            raise CheckpointError(f"{damaged}; it must hold only tensors and plain values. {remedy}") from error
+            # its text recommends running what the file holds
+            unsafe = isinstance(error, pickle.UnpicklingError)
+            reason = (
+                "it cannot be unpickled safely" if unsafe else str(error).partition("\n")[0][:200]
+            )
+            raise CheckpointError(
+                f"{path if is_named else 'the checkpoint'} is damaged or truncated ({reason}); it "
+                "must hold only tensors and plain values. Nothing was loaded: copy it again, or "
+                "resume from an earlier checkpoint."
+            ) from error
     return dict(content)
 
 
@@ -134,25 +147,30 @@ def is_folder(path: object) -> TypeGuard[str | os.PathLike[str]]:
     return os.fspath(path).endswith(("/", os.sep)) or Path(path).is_dir()
 
 
-def write_folder(path: str | os.PathLike[str], tree: Mapping[str, object], ranks: Ranks | None) -> None:
+def write_folder(
+    path: str | os.PathLike[str], tree: Mapping[str, object], ranks: Ranks | None
+) -> None:
     """Write a tree of tensors and plain values as a folder's latest checkpoint (collective).
 
     Args:
         path: The folder.
-        tree: Nested dicts and lists; values that are not sharded (a DTensor is) are written from rank 0.
+        tree: Nested dicts and lists; values that are not sharded (a DTensor is) are written from
+            rank 0.
         ranks: The processes; None: a single one.
     """
     folder, name = Path(path), f"{_PREFIX}{uuid.uuid4().hex[:12]}"
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     new = folder / (name if ranks is None else ranks.objects(name)[0])
-    pieces: dict[str, tuple[int, int, Tensor]] = {}  # by the tensor's name: place and dimension of this rank's shard
+    # by the tensor's name: place and dimension of this rank's shard
+    pieces: dict[str, tuple[int, int, Tensor]] = {}
 
     def rest(place: pytree.KeyPath, leaf: object) -> object:
         if not isinstance(leaf, DTensor):
             return leaf
         *copies, number = leaf.device_mesh.get_coordinate() or ()
         kind = leaf.placements[-1]
-        if not any(copies) and (isinstance(kind, Shard) or number == 0):  # no other rank writes the same
+        # no other rank writes the same
+        if not any(copies) and (isinstance(kind, Shard) or number == 0):
             shard = leaf.to_local().detach().cpu()
             pieces[pytree.keystr(place)] = number, kind.dim if isinstance(kind, Shard) else 0, shard
         return None
@@ -161,7 +179,9 @@ def write_folder(path: str | os.PathLike[str], tree: Mapping[str, object], ranks
 
     def write_own() -> None:
         new.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_file(new / f"{rank}.pt", {"tree": tree if rank == 0 else {}, "pieces": pieces, "ranks": size})
+        write_file(
+            new / f"{rank}.pt", {"tree": tree if rank == 0 else {}, "pieces": pieces, "ranks": size}
+        )
 
     def make_latest() -> None:
         if rank == 0:
@@ -175,14 +195,16 @@ def write_folder(path: str | os.PathLike[str], tree: Mapping[str, object], ranks
             _remove_others(folder)
 
 
-def read_folder(path: str | os.PathLike[str], ranks: Ranks | None = None, keep: Keep = lambda _, leaf: leaf) -> State:
+def read_folder(
+    path: str | os.PathLike[str], ranks: Ranks | None = None, keep: Keep = lambda _, leaf: leaf
+) -> State:
     """The latest checkpoint of a folder, on the CPU (collective).
 
     Args:
         path: The folder.
         ranks: The processes; if one cannot read, none continues.
-        keep: Maps the name and the whole value of a leaf to what this rank keeps of it, for example its shard; one
-            sharded tensor after the other is put together.
+        keep: Maps the name and the whole value of a leaf to what this rank keeps of it, for example
+            its shard; one sharded tensor after the other is put together.
 
     Raises:
         OSError: A file cannot be read.
@@ -191,27 +213,46 @@ def read_folder(path: str | os.PathLike[str], ranks: Ranks | None = None, keep: 
 
     def read() -> State:
         latest = Path(path) / _LATEST
-        require(latest.exists(), "it holds no complete checkpoint: the file 'latest', which names it, is missing")
+        if not latest.exists():
+            raise ValueError(
+                "it holds no complete checkpoint: the file 'latest', which names it, is missing"
+            )
         check_regular(latest)
         name = latest.read_text()
-        is_name = re.fullmatch(f"{_PREFIX}[0-9a-f]+", name) is not None
-        require(is_name, f"its file 'latest' holds {name[:80]!r}, which does not name a checkpoint")
+        if re.fullmatch(f"{_PREFIX}[0-9a-f]+", name) is None:
+            raise ValueError(
+                f"its file 'latest' holds {name[:80]!r}, which does not name a checkpoint"
+            )
         of_rank = partial(read_file, map_location="cpu", mmap=True)
         first = of_rank(latest.with_name(name) / "0.pt")
-        contents = [first, *(of_rank(latest.with_name(name) / f"{rank}.pt") for rank in range(1, first["ranks"]))]
+        contents = [
+            first,
+            *(of_rank(latest.with_name(name) / f"{rank}.pt") for rank in range(1, first["ranks"])),
+        ]
 
         def whole(place: pytree.KeyPath, leaf: object) -> object:
             key = pytree.keystr(place)
-            pieces = sorted((each["pieces"][key] for each in contents if key in each["pieces"]), key=itemgetter(0))
-            return keep(key, torch.cat([shard for *_, shard in pieces], dim=pieces[0][1]) if pieces else leaf)
+            pieces = sorted(
+                (each["pieces"][key] for each in contents if key in each["pieces"]),
+                key=itemgetter(0),
+            )
+            return keep(
+                key,
+                torch.cat([shard for *_, shard in pieces], dim=pieces[0][1]) if pieces else leaf,
+            )
 
         return pytree.tree_map_with_path(whole, first["tree"])
 
     return _on_all(ranks, read, path)
 
 
-def _on_all(ranks: Ranks | None, work: Callable[[], Result], path: str | os.PathLike[str]) -> Result:
-    """What the work returns; if it fails on one rank, the first rank's error is raised on all (collective)."""
+def _on_all(
+    ranks: Ranks | None, work: Callable[[], Result], path: str | os.PathLike[str]
+) -> Result:
+    """What the work returns.
+
+    If it fails on one rank, the first rank's error is raised on all (collective).
+    """
     problem: Exception | None = None
     try:
         result = work()
@@ -238,7 +279,9 @@ def _remove_others(folder: Path) -> None:
 
 
 class Checkpoints:
-    """Keeps the state of one run, as state dicts and as checkpoints; see the engine's methods of the same names.
+    """Keeps the state of one run, as state dicts and as checkpoints.
+
+    See the engine's methods of the same names.
 
     Guarantees:
         * What cannot be loaded changes nothing.
@@ -253,14 +296,18 @@ class Checkpoints:
         self._training, self._accountant = training, accountant
         self._ranks = training.run.ranks
         self._optimizer_name = type(training.optimizer.original_optimizer).__name__
-        self._collected: tuple[int, list[State]] | None = None  # random states by rank, and their step
+        # random states by rank, and their step
+        self._collected: tuple[int, list[State]] | None = None
 
     # ------------------------------------------------------------------ state dicts
 
     def state_dict(self) -> State:
         """The accounting's state; tensors and plain values only (collective)."""
         optimizer = self._training.optimizer
-        noise = {name: (began, float(getattr(optimizer, name))) for name, began in optimizer.initial_noise.items()}
+        noise = {
+            name: (began, float(getattr(optimizer, name)))
+            for name, began in optimizer.initial_noise.items()
+        }
         return {
             "accountant": self._accountant.state_dict(),
             "run": self._training.run.state_dict(),
@@ -276,7 +323,9 @@ class Checkpoints:
             with all_or_nothing((self.state_dict, self._set_state)):
                 self._set_state(state_dict)
         except KeyError as error:
-            raise ValueError(f"the state lacks {error.args[0]!r}; was it saved by another version?") from error
+            raise ValueError(
+                f"the state lacks {error.args[0]!r}; was it saved by another version?"
+            ) from error
 
     def _set_state(self, state_dict: Mapping[str, Any]) -> None:
         training = self._training
@@ -331,26 +380,40 @@ class Checkpoints:
             for name, value in self._settings().items()
             if value != saved.get(name)
         ]
-        remedy = "Make it as the saved run was made, or start a new run with a new ledger. Nothing was loaded."
-        require(not found, f"this run was made with {', '.join(found)}. {remedy}")
+        if found:
+            raise ValueError(
+                f"this run was made with {', '.join(found)}. Make it as the saved run was made, "
+                "or start a new run with a new ledger. Nothing was loaded."
+            )
 
     def gather(self) -> None:
-        """Collect the random states of all ranks, so that one can save alone until the next step (collective)."""
+        """Collect the random states of all ranks, so that one can save alone until the next step
+        (collective).
+        """
         self._collected = None
         self._states_by_rank()
 
     def canaries(self) -> dict[str, Tensor] | None:
-        """Who is in, scores and divergences of the run's canaries, which rank 0 has; None: it has none (collective)."""
+        """Who is in, scores and divergences of the run's canaries, which rank 0 has.
+
+        None: it has none (collective).
+        """
         found: dict[str, Tensor] | None = self._states_by_rank()[0]["generators"].get("canaries")
         return found
 
     def _states_by_rank(self) -> list[State]:
-        """The random states of all ranks; collected again if a step was taken since the last time."""
+        """The random states of all ranks.
+
+        Collected again if a step was taken since the last time.
+        """
         steps, shuffling = self._training.run.history.steps, self._training.loader.generator
         generators = {} if shuffling is None else {"loader": shuffling.get_state()}
         canaries = self._training.optimizer.canaries
         generators |= {} if canaries is None else {"canaries": canaries.state_dict()}
-        own = {"generators": {**generators, **self._training.optimizer.noise.state_dict()}, _RANDOM: random_state()}
+        own = {
+            "generators": {**generators, **self._training.optimizer.noise.state_dict()},
+            _RANDOM: random_state(),
+        }
         if self._ranks is None:
             return [own]
         if self._collected is None or self._collected[0] != steps:
@@ -368,9 +431,12 @@ class Checkpoints:
         """See :meth:`FILPrivacyEngine.save_checkpoint`."""
         for_module = options.pop("module_state_dict_kwargs", None) or {}
         for_file = options.pop("torch_save_kwargs", None) or {}
-        require(not (is_folder(path) and for_file), f"torch_save_kwargs= is for files, and path={path!r} is a folder")
-        needs = f"path={path!r} is a file, and a sharded model needs a folder: path='{path}/'"
-        require(is_folder(path) or not is_sharded(module), needs)
+        if is_folder(path) and for_file:
+            raise ValueError(f"torch_save_kwargs= is for files, and path={path!r} is a folder")
+        if not is_folder(path) and is_sharded(module):
+            raise ValueError(
+                f"path={path!r} is a file, and a sharded model needs a folder: path='{path}/'"
+            )
         checkpoint = dict(options.pop("checkpoint_dict", None) or {})
         checkpoint[f"module{_SAVED}"] = module.state_dict(**for_module)
         for name in _PARTS:
@@ -380,7 +446,10 @@ class Checkpoints:
         if options:
             raise TypeError(f"save_checkpoint has no option {', '.join(options)}")
         state = {**self.state_dict(), "optimizer": self._optimizer_name}
-        checkpoint |= {_STATE: state, _RANDOM: [states[_RANDOM] for states in self._states_by_rank()]}
+        checkpoint |= {
+            _STATE: state,
+            _RANDOM: [states[_RANDOM] for states in self._states_by_rank()],
+        }
         if is_folder(path):
             write_folder(path, checkpoint, self._ranks)
         elif self._ranks is None or self._ranks.rank == 0:
@@ -396,17 +465,27 @@ class Checkpoints:
         if options:
             raise TypeError(f"load_checkpoint has no option {', '.join(options)}")
         checkpoint = self._read(path, module, parts["optimizer"], for_file)
-        require(_STATE in checkpoint, f"{path} holds no Fisher accounting; it was not saved by engine.save_checkpoint")
+        if _STATE not in checkpoint:
+            raise ValueError(
+                f"{path} holds no Fisher accounting; it was not saved by engine.save_checkpoint"
+            )
         from torchfil.engine.distributed.content import check_content  # which needs msgspec
 
         check_content(checkpoint, path, parts["optimizer"])
         state, by_rank = checkpoint.pop(_STATE), checkpoint.pop(_RANDOM)
         name, other = self._optimizer_name, state["optimizer"]
-        remedy = f"the checkpoint is from {other}, whose state {name} cannot continue; build the same optimizer"
-        require(parts["optimizer"] is None or name == other, f"{remedy}. Nothing was loaded.")
+        if parts["optimizer"] is not None and name != other:
+            raise ValueError(
+                f"the checkpoint is from {other}, whose state {name} cannot continue; build the "
+                "same optimizer. Nothing was loaded."
+            )
 
         # If one part cannot be loaded, the others are restored.
-        loaded = [(part.state_dict, part.load_state_dict) for part in (module, *parts.values()) if part is not None]
+        loaded = [
+            (part.state_dict, part.load_state_dict)
+            for part in (module, *parts.values())
+            if part is not None
+        ]
         with all_or_nothing(*loaded, (random_state, set_random_state)):
             module.load_state_dict(checkpoint[f"module{_SAVED}"], **for_module)
             for name, part in parts.items():
@@ -419,24 +498,38 @@ class Checkpoints:
 
         # σ and C continue relative to this run's initial values
         private = self._training.optimizer
-        for name, scheduler in (("noise_multiplier", "noise_scheduler"), ("max_grad_norm", "grad_clip_scheduler")):
+        for name, scheduler in (
+            ("noise_multiplier", "noise_scheduler"),
+            ("max_grad_norm", "grad_clip_scheduler"),
+        ):
             began, reached = state["noise"][name]
             if parts[scheduler] is not None and began:
                 setattr(private, name, private.initial_noise[name] / began * reached)
         return checkpoint
 
-    def _read(self, path: FilePlace, module: nn.Module, optimizer: FILOptimizer | None, for_file: State) -> State:
+    def _read(
+        self, path: FilePlace, module: nn.Module, optimizer: FILOptimizer | None, for_file: State
+    ) -> State:
         """The saved content; sharded weights and their optimizer state come in the same parts."""
-        like = {f"['module{_SAVED}']['{name}']": value for name, value in module.state_dict().items()}
+        like = {
+            f"['module{_SAVED}']['{name}']": value for name, value in module.state_dict().items()
+        }
         if optimizer is not None:
             trained = [p for group in optimizer.param_groups for p in group["params"]]
-            like |= {f"['optimizer{_SAVED}']['state'][{place}]": p for place, p in enumerate(trained)}
+            like |= {
+                f"['optimizer{_SAVED}']['state'][{place}]": p for place, p in enumerate(trained)
+            }
 
         def keep(name: str, leaf: object) -> object:
             return part_like(leaf, like.get(name, like.get(name.rpartition("[")[0])))
 
         if not is_folder(path):
             saved = read_file(path, **{"map_location": "cpu", **for_file})
-            return pytree.tree_map_with_path(lambda place, leaf: keep(pytree.keystr(place), leaf), saved)
-        require(not for_file, f"torch_load_kwargs= is for files, and path={path!r} is a folder; leave it out")
+            return pytree.tree_map_with_path(
+                lambda place, leaf: keep(pytree.keystr(place), leaf), saved
+            )
+        if for_file:
+            raise ValueError(
+                f"torch_load_kwargs= is for files, and path={path!r} is a folder; leave it out"
+            )
         return read_folder(path, self._ranks, keep)

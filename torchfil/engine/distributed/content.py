@@ -1,7 +1,7 @@
 """What a checkpoint may hold: kinds, ranges and sizes are checked before any of it is taken.
 
-A checkpoint that comes from others is read without running code. Its values could still be such that a run fails much
-later, books a wrong ε, or takes far more memory than the file has bytes.
+A checkpoint that comes from others is read without running code. Its values could still be such
+that a run fails much later, books a wrong ε, or takes far more memory than the file has bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from torchfil.engine.optimizer import FILOptimizer
-from torchfil.utils.errors import CheckpointError, require
+from torchfil.utils.errors import CheckpointError
 
 _Number = Annotated[float, Meta(ge=0, le=1e12)]  # not NaN
 _OrInfinite = Annotated[float, Meta(ge=0)]
@@ -53,7 +53,13 @@ _History = _parts(
     ratio=Tensor,
     since=Tensor,
 )
-_Pace = _parts(num_probes=_Count, rate=_Share, spread=_Number, level=_Number, noted=tuple[Tensor, Tensor] | None)
+_Pace = _parts(
+    num_probes=_Count,
+    rate=_Share,
+    spread=_Number,
+    level=_Number,
+    noted=tuple[Tensor, Tensor] | None,
+)
 _Run = _parts(
     ledger=_Ledger | None,
     history=_History,
@@ -80,8 +86,11 @@ _CONTENT: Any = _parts(
 )
 
 
-def check_content(checkpoint: Mapping[str, Any], path: object, optimizer: FILOptimizer | None) -> None:
-    """Refuse what no run has saved: other kinds, impossible numbers, tensors that are not stored in full.
+def check_content(
+    checkpoint: Mapping[str, Any], path: object, optimizer: FILOptimizer | None
+) -> None:
+    """Refuse what no run has saved: other kinds, impossible numbers, tensors that are not stored in
+    full.
 
     Args:
         checkpoint: As it was read.
@@ -94,26 +103,40 @@ def check_content(checkpoint: Mapping[str, Any], path: object, optimizer: FILOpt
     try:
         msgspec.convert(checkpoint, _CONTENT)
         for place, leaf in pytree.tree_flatten_with_path(checkpoint)[0]:
-            if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and leaf.layout is torch.strided:
-                stored = leaf.untyped_storage().nbytes() >= leaf.numel() * leaf.element_size()
-                require(stored, f"{pytree.keystr(place)} is larger than what is stored of it")
+            if (
+                isinstance(leaf, Tensor)
+                and not isinstance(leaf, DTensor)
+                and leaf.layout is torch.strided
+            ):
+                if not leaf.untyped_storage().nbytes() >= leaf.numel() * leaf.element_size():
+                    raise ValueError(f"{pytree.keystr(place)} is larger than what is stored of it")
         state = checkpoint.get("optimizer_state_dict")
         if optimizer is not None and state:
             _check_optimizer(state, optimizer)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        remedy = "Nothing was loaded: copy it again, or resume from an earlier checkpoint."
-        raise CheckpointError(f"{path} holds what no run saves: {error}. {remedy}") from error
+        raise CheckpointError(
+            f"{path} holds what no run saves: {error}. Nothing was loaded: copy it again, or "
+            "resume from an earlier checkpoint."
+        ) from error
 
 
 def _check_optimizer(state: Mapping[str, Any], optimizer: FILOptimizer) -> None:
-    """Numbers are finite, and what torch's optimizers keep for a parameter has its shape, or broadcasts to it."""
-    for number, (own, found) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=False)):
+    """Numbers are finite, and what torch's optimizers keep for a parameter has its shape, or
+    broadcasts to it.
+    """
+    for number, (own, found) in enumerate(
+        zip(optimizer.param_groups, state["param_groups"], strict=False)
+    ):
         for name in found.keys() & own.keys():
             if not all(isinstance(each, int | float) for each in pytree.tree_leaves(own[name])):
                 continue
             values = pytree.tree_leaves(found[name])
-            fits = all(isinstance(each, int | float | Tensor) and 0 <= float(each) <= 1e12 for each in values)
-            require(fits, f"{name} of parameter group {number} is {found[name]!r}")
+            fits = all(
+                isinstance(each, int | float | Tensor) and 0 <= float(each) <= 1e12
+                for each in values
+            )
+            if not fits:
+                raise ValueError(f"{name} of parameter group {number} is {found[name]!r}")
     if not type(optimizer.original_optimizer).__module__.startswith("torch.optim"):
         return
     trained = [p for group in optimizer.param_groups for p in group["params"]]
@@ -122,8 +145,15 @@ def _check_optimizer(state: Mapping[str, Any], optimizer: FILOptimizer) -> None:
             if isinstance(value, Tensor):
                 shape = trained[place].shape
                 sizes = zip(reversed(value.shape), reversed(shape), strict=False)
-                fits = len(value.shape) <= len(shape) and all(size in (1, whole) for size, whole in sizes)
-                require(fits, f"{name} of parameter {place} has shape {list(value.shape)}, and not {list(shape)}")
+                fits = len(value.shape) <= len(shape) and all(
+                    size in (1, whole) for size, whole in sizes
+                )
+                if not fits:
+                    raise ValueError(
+                        f"{name} of parameter {place} has shape {list(value.shape)}, and not "
+                        f"{list(shape)}"
+                    )
             elif value is not None:
                 fits = name == "step" and isinstance(value, int | float) and 0 <= value <= 1e12
-                require(fits, f"{name} of parameter {place} is {value!r}")
+                if not fits:
+                    raise ValueError(f"{name} of parameter {place} is {value!r}")

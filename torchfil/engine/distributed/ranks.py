@@ -1,21 +1,23 @@
-"""Several processes that train one model (``torchrun``): everything that the engine knows about ``torch.distributed``.
+"""Several processes that train one model (``torchrun``): everything that the engine knows about
+``torch.distributed``.
 
-As in Opacus, every process ("rank") has the model in ``DifferentiallyPrivateDistributedDataParallel``, or a part of
-each of its weights, draws from a part of the data and clips; rank 0 adds the noise to
-its sum, and the sums of all ranks are added. Each example is drawn by one rank, which books what the step reveals about
-it, so Fisher information needs no messages. Everything except gradients goes through a separate group (gloo, on the
-CPU).
+As in Opacus, every process ("rank") has the model in
+``DifferentiallyPrivateDistributedDataParallel``, or a part of each of its weights, draws from a
+part of the data and clips; rank 0 adds the noise to its sum, and the sums of all ranks are added.
+Each example is drawn by one rank, which books what the step reveals about it, so Fisher information
+needs no messages. Everything except gradients goes through a separate group (gloo, on the CPU).
 
-The state of such a run is one for all ranks, from which any number of them can resume (:class:`Whole`). It holds the
-sums of all ranks, and which rank booked each example. The same number of ranks therefore resumes with the same rows,
-bit for bit if each draws from its own part of the data. With another number of ranks, rank 0 takes all
-rows; sums over ranks are the same.
+The state of such a run is one for all ranks, from which any number of them can resume
+(:class:`Whole`). It holds the sums of all ranks, and which rank booked each example. The same
+number of ranks therefore resumes with the same rows, bit for bit if each draws from its own part of
+the data. With another number of ranks, rank 0 takes all rows; sums over ranks are the same.
 
-Models whose weights are sharded over the ranks (FSDP2, ``fully_shard``): each rank keeps its part of every weight, of
-its gradient and of the optimizer's state. Fisher information needs two backward passes through all layers, but FSDP's
-hooks free a layer's weights after the first one. So all passes of the engine run on a copy of the model without FSDP,
-whose weights are gathered when a step begins and freed when it ends. Sums of clipped gradients are added over the
-ranks, and each rank keeps its part.
+Models whose weights are sharded over the ranks (FSDP2, ``fully_shard``): each rank keeps its part
+of every weight, of its gradient and of the optimizer's state. Fisher information needs two backward
+passes through all layers, but FSDP's hooks free a layer's weights after the first one. So all
+passes of the engine run on a copy of the model without FSDP, whose weights are gathered when a step
+begins and freed when it ends. Sums of clipped gradients are added over the ranks, and each rank
+keeps its part.
 """
 
 from __future__ import annotations
@@ -41,7 +43,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchfil.accounting.ledger import Ledger
 from torchfil.accounting.quantities import compared, path_sums
 from torchfil.engine.replica import Replica, is_plain
-from torchfil.utils.errors import require
 
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
 _OF_FSDP = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_use_orig_params")
@@ -66,17 +67,25 @@ def check_sharded(module: nn.Module, num_ranks: int) -> None:
         num_ranks: The number of processes; each draws its own examples.
     """
     remedy = "Use FSDP2: torch.distributed.fsdp.fully_shard for each block, then for the model."
-    first = any(isinstance(part, FullyShardedDataParallel) for part in module.modules())
-    require(not first, f"FullyShardedDataParallel (FSDP1) flattens the weights of several layers. {remedy}")
-    other = f"the weights are sharded, but not by FSDP: each rank draws its own examples. {remedy}"
-    require(any(_fsdp_modules(module)), other)
+    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+        raise ValueError(
+            f"FullyShardedDataParallel (FSDP1) flattens the weights of several layers. {remedy}"
+        )
+    if not any(_fsdp_modules(module)):
+        raise ValueError(
+            f"the weights are sharded, but not by FSDP: each rank draws its own examples. {remedy}"
+        )
 
     # what FSDP's hooks do to weights and inputs, the accounting's own passes do not
     for part in _fsdp_modules(module):
         policy = part._get_fsdp_state()._mp_policy
-        casts = f"mp_policy={policy} casts inside FSDP's hooks, which the accounting's passes do not run"
+        casts = (
+            f"mp_policy={policy} casts inside FSDP's hooks, which the accounting's passes do "
+            "not run"
+        )
         remedy = "Leave it out and call the model under torch.autocast(dtype=torch.bfloat16)."
-        require(policy.param_dtype is None and policy.output_dtype is None, f"{casts}. {remedy}")
+        if not (policy.param_dtype is None and policy.output_dtype is None):
+            raise ValueError(f"{casts}. {remedy}")
         part.reshard()  # a pass without a gradient leaves the outermost weights gathered
 
     # each rank's gradients must reach every rank's shard once
@@ -85,10 +94,21 @@ def check_sharded(module: nn.Module, num_ranks: int) -> None:
         if isinstance(value, DTensor):
             *outer, last = value.placements
             replicated = all(isinstance(placement, Replicate) for placement in outer)
-            fits = value.device_mesh.size() == num_ranks and replicated and isinstance(last, Shard | Replicate)
-        remedy = "call fully_shard on the whole model after its blocks, without ignored_params=, with a mesh of all"
-        unshared = f"{name} is trained but not sharded over all {num_ranks} ranks, each of which draws its own examples"
-        require(fits, f"{unshared}: {remedy} ranks in which all dimensions except the last replicate")
+            fits = (
+                value.device_mesh.size() == num_ranks
+                and replicated
+                and isinstance(last, Shard | Replicate)
+            )
+        remedy = (
+            "call fully_shard on the whole model after its blocks, without ignored_params=, "
+            "with a mesh of all"
+        )
+        if not fits:
+            raise ValueError(
+                f"{name} is trained but not sharded over all {num_ranks} ranks, each of which "
+                f"draws its own examples: {remedy} ranks in which all dimensions except the last "
+                "replicate"
+            )
 
 
 def _fsdp_modules(module: nn.Module) -> Iterator[Any]:
@@ -96,10 +116,12 @@ def _fsdp_modules(module: nn.Module) -> Iterator[Any]:
 
 
 def without_shards(module: nn.Module) -> nn.Module:
-    """The module itself; for a sharded one, a copy of its structure without FSDP, whose weights are still missing.
+    """The module itself; for a sharded one, a copy of its structure without FSDP, whose weights are
+    still missing.
 
-    The copy has the modules' own classes and the user's hooks, and shares buffers and weights that are not sharded. A
-    sharded weight is a parameter of the whole shape that holds NaN and takes no memory.
+    The copy has the modules' own classes and the user's hooks, and shares buffers and weights that
+    are not sharded. A sharded weight is a parameter of the whole shape that holds NaN and takes no
+    memory.
 
     Args:
         module: Any module; a sharded one has its weights in parts.
@@ -133,7 +155,9 @@ def without_shards(module: nn.Module) -> nn.Module:
 def _own_hooks(hooks: dict[int, Any], name: str) -> Iterator[tuple[int, Any]]:
     """The hooks of calls that FSDP did not register; none of state dicts."""
     for key, hook in hooks.items():
-        if "state_dict" not in name and not (getattr(hook, "__module__", None) or "").startswith("torch.distributed."):
+        if "state_dict" not in name and not (getattr(hook, "__module__", None) or "").startswith(
+            "torch.distributed."
+        ):
             yield key, hook
 
 
@@ -143,7 +167,9 @@ def _nothing(value: Tensor) -> Tensor:
 
 
 def part_like(whole: object, like: object) -> Any:
-    """This rank's part of a tensor that is the same on all ranks; anything else, and without sharding, all of it.
+    """This rank's part of a tensor that is the same on all ranks.
+
+    Anything else, and without sharding, all of it.
 
     Args:
         whole: The tensor.
@@ -151,11 +177,14 @@ def part_like(whole: object, like: object) -> Any:
     """
     if not isinstance(like, DTensor) or not isinstance(whole, Tensor) or like.shape != whole.shape:
         return whole
-    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    return distribute_tensor(
+        whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+    )
 
 
 class ShardedReplica(Replica):
-    """A :class:`Replica` of a sharded module; ``live`` is the copy without FSDP, which has weights during a step.
+    """A :class:`Replica` of a sharded module; ``live`` is the copy without FSDP, which has weights
+    during a step.
 
     Args:
         module: The user's module.
@@ -171,7 +200,9 @@ class ShardedReplica(Replica):
         self._shards = [(part, own) for part, own in weights if isinstance(part, DTensor)]
 
     def gather(self) -> bool:
-        """Gather all weights, and bring the modules up to date with the user's (collective unless already done)."""
+        """Gather all weights, and bring the modules up to date with the user's (collective unless
+        already done).
+        """
         for module, copied in self._twins:
             for name, value in vars(module).items():
                 if is_plain(value) and not name.startswith(_OF_FSDP):
@@ -194,12 +225,16 @@ class ShardedReplica(Replica):
         self._reshard()
 
     def _reshard(self) -> None:
-        """Free what FSDP has gathered for passes without a gradient; it would miss the update of these weights."""
+        """Free what FSDP has gathered for passes without a gradient.
+
+        It would miss the update of these weights.
+        """
         for part in _fsdp_modules(self._sharded):
             part.reshard()
 
 
-_PATIENCE = datetime.timedelta(seconds=1)  # after which a rank that waits for others says that it is here
+# after which a rank that waits for others says that it is here
+_PATIENCE = datetime.timedelta(seconds=1)
 _TAKES, _REFUSES, _IS_LOST = 0.0, 1.0, 2.0  # a rank's answers about a step
 
 
@@ -220,7 +255,8 @@ class Ranks:
         rank: The number of this process.
         size: The number of processes.
         seed: The seed of the probes, the same on all ranks.
-        is_lost: Whether a step was refused in the middle of a logical batch, so that the ranks are out of step.
+        is_lost: Whether a step was refused in the middle of a logical batch, so that the ranks are
+            out of step.
     """
 
     def __init__(self, seed: int, num_examples: int) -> None:
@@ -228,11 +264,16 @@ class Ranks:
         world: Any = dist.group.WORLD
         timeouts = [world._get_backend(device).options._timeout for device in world._device_types]
         # with the timeout of training
-        self._group = dist.new_group(backend="gloo", timeout=max(timeouts, default=datetime.timedelta(minutes=30)))
+        self._group = dist.new_group(
+            backend="gloo", timeout=max(timeouts, default=datetime.timedelta(minutes=30))
+        )
         seeds, sizes = zip(*self.objects((seed, num_examples)), strict=True)
         self.seed: int = seeds[0]
-        whole = f"the ranks' data sets have {list(sizes)} examples: give every rank all of it; each draws from a part"
-        require(len(set(sizes)) == 1, whole)
+        if len(set(sizes)) != 1:
+            raise ValueError(
+                f"the ranks' data sets have {list(sizes)} examples: give every rank all of it; "
+                "each draws from a part"
+            )
         self.is_lost, self._votes = False, 0
 
     # ------------------------------------------------------------------ a step
@@ -240,33 +281,43 @@ class Ranks:
     def check_together(self) -> None:
         """Raise if the ranks are no longer in the same logical batch."""
         if self.is_lost:
-            lost = "a step was refused in the middle of a logical batch, so the ranks are no longer at the same one"
-            raise StepNotTakenError(f"{lost}: resume from the last checkpoint. This step was not taken.")
+            raise StepNotTakenError(
+                "a step was refused in the middle of a logical batch, so the ranks are no longer "
+                "at the same one: resume from the last checkpoint. This step was not taken."
+            )
 
     def agree(self, facts: Mapping[str, float | None]) -> None:
-        """Continue only if all ranks take the step, under the same facts; nothing has been released yet (collective).
+        """Continue only if all ranks take the step, under the same facts.
+
+        Nothing has been released yet (collective).
 
         Args:
-            facts: By name, what must be the same on all ranks; None: this rank does not know it yet.
+            facts: By name, what must be the same on all ranks; None: this rank does not know it
+                yet.
 
         Raises:
             StepNotTakenError: Another rank refuses the step, or the ranks' facts differ.
         """
         answer, *ends = self._reduce_votes(_TAKES, facts)
         if answer > _TAKES:
-            raise StepNotTakenError("another rank refused this step (its own error says why), so no rank has taken it")
+            raise StepNotTakenError(
+                "another rank refused this step (its own error says why), so no rank has taken it"
+            )
         for name, high, low in zip(facts, ends[::2], ends[1::2], strict=True):
             if high != -low and high > -torch.inf:
-                remedy = "Step schedulers and load checkpoints on every rank. This step was not taken."
-                raise StepNotTakenError(f"the ranks disagree on {name}: between {-low:g} and {high:g}. {remedy}")
+                raise StepNotTakenError(
+                    f"the ranks disagree on {name}: between {-low:g} and {high:g}. Step "
+                    "schedulers and load checkpoints on every rank. This step was not taken."
+                )
 
     def refuse(self, facts: Mapping[str, float | None], *, inside: bool) -> None:
-        """Tell the other ranks, which wait in :meth:`agree`, that this rank refuses the step (collective).
+        """Tell the other ranks, which wait in :meth:`agree`, that this rank refuses the step
+        (collective).
 
         Args:
             facts: As passed to :meth:`agree`.
-            inside: Whether the step was refused in the middle of a logical batch: its other parts would then meet the
-                other ranks' next batch, so no further step is taken.
+            inside: Whether the step was refused in the middle of a logical batch: its other parts
+                would then meet the other ranks' next batch, so no further step is taken.
         """
         self._reduce_votes(_IS_LOST if inside else _REFUSES, facts)
 
@@ -276,12 +327,19 @@ class Ranks:
         Raises:
             StepNotTakenError: A rank did not arrive in time, or has ended.
         """
-        ends = [(-torch.inf, -torch.inf) if value is None else (value, -value) for value in facts.values()]
+        ends = [
+            (-torch.inf, -torch.inf) if value is None else (value, -value)
+            for value in facts.values()
+        ]
         votes = torch.tensor([answer, *(end for pair in ends for end in pair)], dtype=torch.float64)
         store, self._votes = dist.distributed_c10d._get_default_store(), self._votes + 1
-        marks = [f"torchfil/{self._group.group_name}/{self._votes}/{rank}" for rank in range(self.size)]
+        marks = [
+            f"torchfil/{self._group.group_name}/{self._votes}/{rank}" for rank in range(self.size)
+        ]
         try:
-            work: Any = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            work: Any = dist.all_reduce(
+                votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True
+            )
             try:
                 work.wait(_PATIENCE)
             except RuntimeError:  # from now on, the others can see that this rank is here
@@ -291,25 +349,33 @@ class Ranks:
             who = "another rank"
             with contextlib.suppress(RuntimeError):  # the store may have ended with its rank
                 time.sleep(1)  # if a connection ended, the others are about to see it
-                absent = [f"rank {rank}" for rank, mark in enumerate(marks) if not store.check([mark])]
+                absent = [
+                    f"rank {rank}" for rank, mark in enumerate(marks) if not store.check([mark])
+                ]
                 who = " and ".join(absent) or who
-            step, reason = int(facts["the number of steps"] or 0) + 1, str(error).rpartition("] ")[2]
+            step, reason = (
+                int(facts["the number of steps"] or 0) + 1,
+                str(error).rpartition("] ")[2],
+            )
             raise StepNotTakenError(
-                f"{who} did not reach the end of step {step}, which no rank has taken ({reason}): restart all from the "
-                "last checkpoint, or wait longer: init_process_group(timeout=…)"
+                f"{who} did not reach the end of step {step}, which no rank has taken ({reason}): "
+                "restart all from the last checkpoint, or wait longer: "
+                "init_process_group(timeout=…)"
             ) from error
         self.is_lost = bool(votes[0] == _IS_LOST)
         return votes.tolist()
 
     def add_up(self, gradients: Sequence[Tensor], *, mean: bool) -> None:
-        """Replace the gradients by their sum over all ranks, or its mean, as Opacus does (collective)."""
+        """Replace the gradients by their sum over all ranks, or its mean, as Opacus does
+        (collective).
+        """
         messages = [dist.all_reduce(gradient, async_op=True) for gradient in gradients]
         for gradient, message in zip(gradients, messages, strict=True):
             message.wait()
             if mean:
                 gradient /= self.size
 
-    # ------------------------------------------------------------------ bringing parts together; on the CPU, collective
+    # ---------------------------------------------- bringing parts together; on the CPU, collective
 
     def meet(self) -> None:
         """Wait until all ranks arrive.
@@ -320,8 +386,10 @@ class Ranks:
         try:
             dist.monitored_barrier(group=self._group, wait_all_ranks=True)
         except RuntimeError as error:
-            remedy = "Read a run on all ranks, or call engine.gather() on all and then read on one."
-            raise RuntimeError(f"not all ranks came ({error}). {remedy}") from error
+            raise RuntimeError(
+                f"not all ranks came ({error}). Read a run on all ranks, or call engine.gather() "
+                "on all and then read on one."
+            ) from error
 
     def objects(self, value: object) -> list[Any]:
         """The ranks' values, in order; plain values and small tensors on the CPU."""
@@ -351,7 +419,9 @@ class Ranks:
         lengths = self.objects(len(value))
         padded = torch.zeros(max(lengths), *value.shape[1:], dtype=value.dtype)
         padded[: len(value)] = value.cpu()
-        return torch.cat([part[:length] for part, length in zip(self.each(padded), lengths, strict=True)])
+        return torch.cat(
+            [part[:length] for part, length in zip(self.each(padded), lengths, strict=True)]
+        )
 
 
 @dataclass(frozen=True)
@@ -389,23 +459,28 @@ class Whole:
         if not num_coordinates:
             return cls(steps, None, parts)
         ledger = own or new_ledger(num_coordinates)  # after empty batches only
-        parts["booked_by"] = torch.stack(ranks.each(ledger.sums["participations"])).argmax(dim=0).short()
+        parts["booked_by"] = (
+            torch.stack(ranks.each(ledger.sums["participations"])).argmax(dim=0).short()
+        )
         return cls(steps, whole_ledger(ledger, ranks), parts)
 
 
 def whole_ledger(part: Ledger, ranks: Ranks) -> Ledger:
     """The ledger of all ranks together, on the CPU; this rank's part is unchanged (collective).
 
-    Sums are added. The squared changes between participations of an example (:mod:`torchfil.accounting.quantities`)
-    depend on their order and were followed within each part. If only one part has seen an example, because each process
-    draws from its own part of the data, all of its changes are there. If the parts changed in between, the changes
-    between the parts' last values replace the missing ones, without subtracting the probes' noise: this can only make
-    the run's error larger.
+    Sums are added. The squared changes between participations of an example
+    (:mod:`torchfil.accounting.quantities`) depend on their order and were followed within each
+    part. If only one part has seen an example, because each process draws from its own part of the
+    data, all of its changes are there. If the parts changed in between, the changes between the
+    parts' last values replace the missing ones, without subtracting the probes' noise: this can
+    only make the run's error larger.
     """
     whole = Ledger(part.num_examples, part.laid_out, "cpu", part.track, part.questions)
     whole.steps, whole.missed_steps = part.steps, part.missed_steps
     for name, value in part.sums.items():
-        whole.sums[name].copy_(ranks.maximum(value) if name == "num_coordinates" else ranks.sum(value))
+        whole.sums[name].copy_(
+            ranks.maximum(value) if name == "num_coordinates" else ranks.sum(value)
+        )
     for quantity in part.quantities:
         for name in quantity.followed:
             _, last, changes, count = path_sums(name)
@@ -418,14 +493,18 @@ def whole_ledger(part: Ledger, ranks: Ranks) -> Ledger:
 
 
 def changes_between(last: Sequence[Tensor], measured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The mean square of the changes from one part's last value to the next part's, and the last of all, [n, …] each.
+    """The mean square of the changes from one part's last value to the next part's, and the last of
+    all, [n, …] each.
 
     Args:
         last: For each part, the value at the last compared participation.
         measured: For each part, how often it was measured; parts with 0 are skipped.
 
     Example:
-        >>> last, measured = torch.tensor([[1.0, 5.0], [0.0, 0.0], [4.0, 0.0]]), torch.tensor([[2, 1], [0, 0], [1, 0]])
+        >>> last, measured = (
+        ...     torch.tensor([[1.0, 5.0], [0.0, 0.0], [4.0, 0.0]]),
+        ...     torch.tensor([[2, 1], [0, 0], [1, 0]]),
+        ... )
         >>> changes_between(last.unbind(), measured.unbind())
         (tensor([9., 0.]), tensor([4., 5.]))
     """
@@ -462,22 +541,28 @@ def part_of_sum(summed: Tensor, like: DTensor) -> Tensor:
         summed: This rank's term, whole.
         like: A weight of that shape, with the sharding of the result.
     """
-    terms = DTensor.from_local(summed, like.device_mesh, [Partial()] * like.device_mesh.ndim, run_check=False)
+    terms = DTensor.from_local(
+        summed, like.device_mesh, [Partial()] * like.device_mesh.ndim, run_check=False
+    )
     return terms.redistribute(placements=like.placements)
 
 
 def shared_by(size: int, module: nn.Module) -> nn.Module:
-    """The module for several processes, with rank 0's weights; unchanged for a single process (collective)."""
+    """The module for several processes, with rank 0's weights.
+
+    Unchanged for a single process (collective).
+    """
     return module if size == 1 else DifferentiallyPrivateDistributedDataParallel(module)
 
 
 def check_ranks(
     module: nn.Module, data_loader: DataLoader[Any], poisson_sampling: bool, rel_error: float | None
 ) -> tuple[nn.Module, bool]:
-    """The user's module, without the wrapper for several processes, and whether several train it together.
+    """The user's module, without the wrapper for several processes, and whether several train it
+    together.
 
-    The wrapper only synchronises the weights of all ranks when it is made. Without it, names in state dicts and in
-    ``Private(submodule=…)`` are the same for any number of ranks.
+    The wrapper only synchronises the weights of all ranks when it is made. Without it, names in
+    state dicts and in ``Private(submodule=…)`` are the same for any number of ranks.
 
     Args:
         module: The model.
@@ -489,8 +574,11 @@ def check_ranks(
         ValueError: A way to train by several processes that cannot be accounted for.
     """
     wrapper = "opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model)"
-    averages = "torch's DistributedDataParallel averages gradients before they are clipped by example"
-    require(not isinstance(module, nn.parallel.DistributedDataParallel), f"{averages}; use {wrapper}")
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            "torch's DistributedDataParallel averages gradients before they are clipped by "
+            f"example; use {wrapper}"
+        )
     together = isinstance(module, DifferentiallyPrivateDistributedDataParallel)
     module = module.get_submodule("module") if together else module
     size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -503,13 +591,20 @@ def check_ranks(
         return module, False
 
     # a rank cannot decide by all examples: it knows only those that it drew
-    given = f"rel_error={rel_error} needs what all examples have leaked, and a rank knows only a part"
-    require(rel_error is None, f"{given}; with several processes set num_probes= and fil_rate= instead")
-    if not poisson_sampling and not isinstance(data_loader.dataset, IterableDataset):  # a stream's ids are compared
+    if rel_error is not None:
+        raise ValueError(
+            f"rel_error={rel_error} needs what all examples have leaked, and a rank knows only a "
+            "part; with several processes set num_probes= and fil_rate= instead"
+        )
+    # a stream's ids are compared
+    if not poisson_sampling and not isinstance(data_loader.dataset, IterableDataset):
         sampler: Any = getattr(data_loader.batch_sampler, "sampler", None)
         divides = len(data_loader.dataset) % size == 0  # type: ignore[arg-type]
-        own = f"without Poisson sampling each of the {size} processes must draw from its own part of the data, nobody"
-        remedy = "Use a torch.utils.data.DistributedSampler(dataset, drop_last=True), or Poisson sampling."
-        apart = isinstance(sampler, DistributedSampler) and (divides or sampler.drop_last)
-        require(apart, f"{own} twice: a gradient could count several times under one draw of noise. {remedy}")
+        if not (isinstance(sampler, DistributedSampler) and (divides or sampler.drop_last)):
+            raise ValueError(
+                f"without Poisson sampling each of the {size} processes must draw from its own "
+                "part of the data, nobody twice: a gradient could count several times under one "
+                "draw of noise. Use a torch.utils.data.DistributedSampler(dataset, "
+                "drop_last=True), or Poisson sampling."
+            )
     return module, True

@@ -1,14 +1,16 @@
 """Private coordinates as attributes with names, units and scales; one-hot levels as one attribute.
 
-A coordinate x_j that was standardised for training is reported in its own unit as scale · x_j + offset, and its error
-as |scale|/sqrt(I_jj). The levels of a one-hot attribute are **one** attribute. Let w_j be the distance between the two
-values of a column, p_j the share of examples that have level j, and T = Σ_j w_j² I_jj the trace of the m levels'
-information. An unbiased guess of the levels, each 0 or 1, is off by at least
+A coordinate x_j that was standardised for training is reported in its own unit as scale · x_j +
+offset, and its error as |scale|/sqrt(I_jj). The levels of a one-hot attribute are **one**
+attribute. Let w_j be the distance between the two values of a column, p_j the share of examples
+that have level j, and T = Σ_j w_j² I_jj the trace of the m levels' information. An unbiased guess
+of the levels, each 0 or 1, is off by at least
 
     sqrt( r² / (m T) )      (root mean square over levels; r = m − 1 if every example has one of the levels, else m),
 
-because tr(I⁻¹) ≥ r²/tr(I) on the r directions in which levels can change. A blind guess answers with the shares, and is
-off by sqrt( Σ_j p_j(1 − p_j) / m ). A plain attribute is the case m = r = 1 with w = 1/scale.
+because tr(I⁻¹) ≥ r²/tr(I) on the r directions in which levels can change. A blind guess answers
+with the shares, and is off by sqrt( Σ_j p_j(1 − p_j) / m ). A plain attribute is the case m = r = 1
+with w = 1/scale.
 """
 
 from __future__ import annotations
@@ -29,7 +31,6 @@ from torchfil.run.baselines import level_shares
 from torchfil.run.blind_guess import BlindGuess
 from torchfil.run.saved_run import Attributes, Baselines, Records, Spread
 from torchfil.run.statistics import RECORDED_ATTRIBUTES, RECORDED_EXAMPLES, most_exposed_and_typical
-from torchfil.utils.errors import require
 from torchfil.utils.text import nearest
 
 NO_LEVEL = "none of these"
@@ -43,9 +44,10 @@ Scale = tuple[str, float] | tuple[str, float, float]
 class AttributeTable:
     """The k attributes of a run, in the order of their first coordinates.
 
-    An owner with several rows has an attribute in each of them. The row counts in which it can be estimated most
-    closely: its error is the least, and its lower end the least lower end, over the owner's rows. At least 95 % of such
-    ends lie below the least error, as that of the closest row does.
+    An owner with several rows has an attribute in each of them. The row counts in which it can be
+    estimated most closely: its error is the least, and its lower end the least lower end, over the
+    owner's rows. At least 95 % of such ends lie below the least error, as that of the closest row
+    does.
 
     Attributes:
         coordinates: The names of the d private coordinates, of a row where owners have several.
@@ -70,7 +72,10 @@ class AttributeTable:
     rows: np.ndarray
 
     def errors(self, information: Tensor) -> Tensor:
-        """The least error of unbiased guesses, in the attributes' units, [rows, k]; of an owner's rows the closest."""
+        """The least error of unbiased guesses, in the attributes' units, [rows, k].
+
+        Of an owner's rows the closest.
+        """
         return self.errors_by_row(information).amin(dim=2)
 
     def errors_by_row(self, information: Tensor) -> Tensor:
@@ -83,26 +88,40 @@ class AttributeTable:
         for number, own in enumerate(self.columns):
             attribute[own] = number
         k, many = len(self.columns), int(self.rows.max(initial=0)) + 1
-        cells = torch.as_tensor(attribute[self.places] * many + self.rows, device=information.device)
+        cells = torch.as_tensor(
+            attribute[self.places] * many + self.rows, device=information.device
+        )
         by_level = information / torch.as_tensor(self.scales[self.places]).to(information) ** 2
         trace = information.new_zeros(len(information), k * many).index_add_(1, cells, by_level)
         factors = self.directions / np.sqrt([len(own) for own in self.columns])  # r/√m
-        return torch.as_tensor(factors).to(information)[:, None] * trace.unflatten(1, (k, many)).rsqrt()
+        return (
+            torch.as_tensor(factors).to(information)[:, None]
+            * trace.unflatten(1, (k, many)).rsqrt()
+        )
 
     def with_levels(self, spread: Spread) -> AttributeTable:
-        """The table with facts from the data about its levels: the distance of values, whether one always holds.
+        """The table with facts from the data about its levels: the distance of values, whether one
+        always holds.
 
         Raises:
-            ValueError: A column of a group takes more than two values, or several levels hold at once.
+            ValueError: A column of a group takes more than two values, or several levels hold at
+                once.
         """
-        two_values, shares, width = level_shares(spread), _level_shares(spread), spread.high - spread.low
+        two_values, shares, width = (
+            level_shares(spread),
+            _level_shares(spread),
+            spread.high - spread.low,
+        )
         scales, directions = self.scales.copy(), self.directions.copy()
         for place, own in enumerate(self.columns):
             if len(own) == 1:
                 continue
             where = f"attribute_groups[{self.names[place]!r}]"
-            many = ", ".join(repr(self.coordinates[j]) for j in own if math.isnan(two_values[j]) and width[j] > 0)
-            require(not many, f"{where}: {many} takes more than two values; leave it out")
+            many = ", ".join(
+                repr(self.coordinates[j]) for j in own if math.isnan(two_values[j]) and width[j] > 0
+            )
+            if many:
+                raise ValueError(f"{where}: {many} takes more than two values; leave it out")
             together = float(shares[own].sum())
             if together > 1 + _EXACT:
                 raise ValueError(
@@ -125,13 +144,16 @@ class AttributeTable:
             if len(own) > 1:
                 held = shares[own]
                 rows.append((math.nan, math.sqrt((held * (1 - held)).mean()), math.nan, math.nan))
-                levels[name] = dict(zip((self.coordinates[j] for j in own), held.tolist(), strict=True))
+                levels[name] = dict(
+                    zip((self.coordinates[j] for j in own), held.tolist(), strict=True)
+                )
                 if 1 - held.sum() > _EXACT:
                     levels[name][NO_LEVEL] = float(1 - held.sum())
                 continue
             j = own[0]
             given = np.asarray([spread.mean[j], spread.low[j], spread.high[j]])
-            mean, *ends = (given * self.scales[j] + self.offsets[j]).tolist()  # a negative scale exchanges the ends
+            # a negative scale exchanges the ends
+            mean, *ends = (given * self.scales[j] + self.offsets[j]).tolist()
             rows.append((mean, float(spread.std[j] * abs(self.scales[j])), min(ends), max(ends)))
             if not math.isnan(two_values[j]):
                 share = float(two_values[j])
@@ -150,15 +172,21 @@ class AttributeTable:
         found = leakage.by_parts(errors)
         return Attributes(self.names, self.units, found["error"], found["error_low"])
 
-    def records(self, leakage: Leakage, passes: DatasetPasses, columns: Mapping[str, np.ndarray]) -> Records | None:
-        """The attributes of the most exposed examples and of typical ones; None for more than 64 attributes.
+    def records(
+        self, leakage: Leakage, passes: DatasetPasses, columns: Mapping[str, np.ndarray]
+    ) -> Records | None:
+        """The attributes of the most exposed examples and of typical ones.
+
+        None for more than 64 attributes.
 
         Args:
             leakage: The run's results, by which an owner's closest row is chosen.
             passes: Reads the data set.
             columns: With η̄ ("fil") and "participations", [n] each.
         """
-        rows, _ = most_exposed_and_typical(columns["fil"], columns["participations"] > 0, RECORDED_EXAMPLES)
+        rows, _ = most_exposed_and_typical(
+            columns["fil"], columns["participations"] > 0, RECORDED_EXAMPLES
+        )
         if not len(rows) or len(self.names) > RECORDED_ATTRIBUTES:
             return None
 
@@ -174,7 +202,9 @@ class AttributeTable:
         for number, (j, *levels) in enumerate(self.columns):
             if not levels:
                 places = np.flatnonzero(self.places == j)[chosen[:, number]]
-                values[:, number] = table[np.arange(len(rows)), places] * self.scales[j] + self.offsets[j]
+                values[:, number] = (
+                    table[np.arange(len(rows)), places] * self.scales[j] + self.offsets[j]
+                )
         return Records(rows, values)
 
 
@@ -188,14 +218,19 @@ def attribute_table(
     """The table, after all arguments are checked; ``save_run`` describes them.
 
     Raises:
-        ValueError: A name that does not exist, one in two groups, a scale that is 0 or not finite, too few names.
+        ValueError: A name that does not exist, one in two groups, a scale that is 0 or not finite,
+            too few names.
         TypeError: A scale without its unit.
     """
     d = num_coordinates
     for what, given in (("attribute_names", attribute_names), ("attribute_units", attribute_units)):
-        fits = given is None or len(given) == d
-        require(fits, f"{what} has {len(given or ())} entries for {d} private coordinates; give one each")
-    coordinates = [f"coordinate {j}" for j in range(d)] if attribute_names is None else list(attribute_names)
+        if given is not None and len(given) != d:
+            raise ValueError(
+                f"{what} has {len(given or ())} entries for {d} private coordinates; give one each"
+            )
+    coordinates = (
+        [f"coordinate {j}" for j in range(d)] if attribute_names is None else list(attribute_names)
+    )
     units = [""] * d if attribute_units is None else list(attribute_units)
     group_of = _group_of(attribute_groups or {}, coordinates)
 
@@ -203,13 +238,21 @@ def attribute_table(
     for name, scale in (attribute_scales or {}).items():
         where = f"attribute_scales[{name!r}]"
         j = _place_of(name, coordinates, where)
-        own = f"{where}: it is a level of {group_of.get(j)!r}, whose levels are shares; leave it out"
-        require(j not in group_of, own)
+        own = (
+            f"{where}: it is a level of {group_of.get(j)!r}, whose levels are shares; leave it out"
+        )
+        if j in group_of:
+            raise ValueError(own)
         if not isinstance(scale, tuple | list) or len(scale) not in (2, 3):
-            raise TypeError(f"{where} = {scale!r} must be (unit, scale) or (unit, scale, offset): ('years', 14.2)")
+            raise TypeError(
+                f"{where} = {scale!r} must be (unit, scale) or (unit, scale, offset): ('years', "
+                "14.2)"
+            )
         units[j], factors[j], offsets[j] = (*scale, 0.0)[:3]
-        usable = factors[j] != 0 and math.isfinite(factors[j]) and math.isfinite(offsets[j])
-        require(bool(usable), f"{where} = {scale!r}: the scale must be finite and not 0, the offset finite")
+        if not (factors[j] != 0 and math.isfinite(factors[j]) and math.isfinite(offsets[j])):
+            raise ValueError(
+                f"{where} = {scale!r}: the scale must be finite and not 0, the offset finite"
+            )
 
     members: dict[str | int, list[int]] = {}  # by group, or by coordinate
     for j in range(d):
@@ -234,14 +277,18 @@ def _group_of(groups: Mapping[str, Sequence[str]], coordinates: Sequence[str]) -
         where = f"attribute_groups[{group!r}]"
         for level in levels:
             j = _place_of(level, coordinates, where)
-            require(j not in group_of, f"{where} names {level!r}, which {group_of.get(j)!r} already has; leave one out")
+            if j in group_of:
+                raise ValueError(
+                    f"{where} names {level!r}, which {group_of.get(j)!r} already has; leave one out"
+                )
             group_of[j] = group
     return group_of
 
 
 def _place_of(name: str, coordinates: Sequence[str], where: str) -> int:
     """Which coordinate has this name."""
-    require(name in coordinates, f"{where}: {name!r} is not an attribute{nearest(str(name), coordinates)}")
+    if name not in coordinates:
+        raise ValueError(f"{where}: {name!r} is not an attribute{nearest(str(name), coordinates)}")
     return coordinates.index(name)
 
 
@@ -256,21 +303,36 @@ def of_any_row(training: PrivateTraining, **named: Any) -> AttributeTable:
     Neither names nor their number depend on how many rows anybody has.
 
     Raises:
-        ValueError: Some levels of a one-hot attribute are shared by an owner's rows, and others are not.
+        ValueError: Some levels of a one-hot attribute are shared by an owner's rows, and others are
+            not.
     """
     slots: Any = training.passes.examples([0]).layout.slots
     keys = list(dict.fromkeys(slot.key for slot in slots))
-    shared = dict(sorted(((keys.index(slot.key), j), slot.shared) for slot in slots for j in slot.columns))
+    shared = dict(
+        sorted(((keys.index(slot.key), j), slot.shared) for slot in slots for j in slot.columns)
+    )
     of_row, once = {column: place for place, column in enumerate(shared)}, list(shared.values())
     table = attribute_table(len(once), **named)
 
     # where each coordinate belongs, and what all rows share
-    owns = [(of_row[keys.index(slot.key), j], row) for slot in slots for row in slot.rows for j in slot.columns]
+    owns = [
+        (of_row[keys.index(slot.key), j], row)
+        for slot in slots
+        for row in slot.rows
+        for j in slot.columns
+    ]
     names = []
     for name, own in zip(table.names, table.columns, strict=True):
         kinds = {once[j] for j in own}
-        require(len(kinds) == 1, f"attribute_groups[{name!r}]: rows share some of its levels; share all of them")
-        names.append(name if kinds == {True} else f"{name}, any {training.run.options.accounting.unit_names[1]}")
+        if len(kinds) != 1:
+            raise ValueError(
+                f"attribute_groups[{name!r}]: rows share some of its levels; share all of them"
+            )
+        names.append(
+            name
+            if kinds == {True}
+            else f"{name}, any {training.run.options.accounting.unit_names[1]}"
+        )
     places, rows = np.asarray(owns).T
     return replace(table, names=names, places=places, rows=rows)
 
@@ -278,7 +340,9 @@ def of_any_row(training: PrivateTraining, **named: Any) -> AttributeTable:
 def tracked_table(
     training: PrivateTraining, leakage: Leakage, named: Mapping[str, Any], *, with_texts: bool
 ) -> AttributeTable | None:
-    """The attributes to save; None if they were not tracked, or, with a warning, if there are too many of them.
+    """The attributes to save.
+
+    None if they were not tracked, or, with a warning, if there are too many of them.
 
     Coordinates of words have no names; the words identify them.
 
@@ -289,18 +353,25 @@ def tracked_table(
         with_texts: Whether words are saved.
     """
     by_row = training.run.max_rows is not None and training.run.options.accounting.by_owner
-    table = of_any_row(training, **named) if by_row else attribute_table(leakage.num_coordinates, **named)
+    table = (
+        of_any_row(training, **named)
+        if by_row
+        else attribute_table(leakage.num_coordinates, **named)
+    )
     given = ", ".join(name for name, value in named.items() if value is not None)
     if not attributes_tracked(leakage):
-        require(not given, f"{given} were given, but attributes were not tracked: track=('diagonal',)")
+        if given:
+            raise ValueError(
+                f"{given} were given, but attributes were not tracked: track=('diagonal',)"
+            )
         return None
     if with_texts and not given:
         return None
     if len(table.names) <= _MOST_ATTRIBUTES:
         return table
     warnings.warn(
-        f"attributes are not saved: a run file names {_MOST_ATTRIBUTES:,} of them at most, and there are "
-        f"{len(table.names):,}; read them with engine.get_attribute_fil(ids)",
+        f"attributes are not saved: a run file names {_MOST_ATTRIBUTES:,} of them at most, and "
+        f"there are {len(table.names):,}; read them with engine.get_attribute_fil(ids)",
         stacklevel=5,
     )
     return None
@@ -309,7 +380,8 @@ def tracked_table(
 def baselines(blind: BlindGuess, table: AttributeTable | None) -> Baselines:
     """The error of a blind guess of inputs, and of attributes if there are any.
 
-    The squared error of a level's share, Σ(x − p)² over a class of n, is n·p(1 − p)·w²: levels count as coordinates do.
+    The squared error of a level's share, Σ(x − p)² over a class of n, is n·p(1 − p)·w²: levels
+    count as coordinates do.
     """
     d = len(blind.everybody.spread.std)
     told = blind.knows, blind.errors([range(d)], np.ones(d))[:, 0]
@@ -321,6 +393,9 @@ def baselines(blind: BlindGuess, table: AttributeTable | None) -> Baselines:
 
 
 def _level_shares(spread: Spread) -> np.ndarray:
-    """How often each level holds, [d]; a level that never changes holds always if it is 1, and otherwise never."""
+    """How often each level holds, [d].
+
+    A level that never changes holds always if it is 1, and otherwise never.
+    """
     shares = level_shares(spread)
     return np.where(np.isnan(shares), np.abs(spread.mean - 1) < _EXACT, shares)

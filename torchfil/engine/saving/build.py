@@ -32,7 +32,6 @@ from torchfil.planning.equalising import Equalised
 from torchfil.run.blind_guess import BlindGuess
 from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun, checked_metrics
 from torchfil.run.unit import counted, unit_of
-from torchfil.utils.errors import require
 from torchfil.utils.noise import preserve_rng
 from torchfil.utils.text import nearest
 from torchfil.utils.trees import tensors_of
@@ -43,7 +42,9 @@ _PRIORS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5)
 
 @dataclass
 class Kept:
-    """What the saves of a run read from the data set once: its checksum, and the blind guess by d."""
+    """What the saves of a run read from the data set once: its checksum, and the blind guess by
+    d.
+    """
 
     checksum: str | None = None
     blind: dict[int, BlindGuess | None] = field(default_factory=dict)
@@ -70,22 +71,29 @@ def build_saved_run(
     kept: Kept | None = None,
     **named: Any,
 ) -> SavedRun:
-    """Everything about a run that a report needs; the options are those of :meth:`FILPrivacyEngine.save_run`.
+    """Everything about a run that a report needs.
 
-    ``noise_choice`` says how pilots chose σ; None: it was given. ``leakage`` has the run's results, or their average
-    over several runs. ``audit`` is what canaries showed, as JSON values. ``kept`` keeps what was read from the data set
-    until the next save of the run; None: it is read again. ``named`` are options of :func:`attribute_table`.
+    The options are those of :meth:`FILPrivacyEngine.save_run`.
+
+    ``noise_choice`` says how pilots chose σ; None: it was given. ``leakage`` has the run's results,
+    or their average over several runs. ``audit`` is what canaries showed, as JSON values. ``kept``
+    keeps what was read from the data set until the next save of the run; None: it is read again.
+    ``named`` are options of :func:`attribute_table`.
     """
     kept = Kept() if kept is None else kept
     utility = checked_metrics(metrics)
-    finite = input_range is None or -math.inf < input_range[0] < input_range[1] < math.inf
-    require(finite, f"input_range={input_range} must be the lowest and the highest value of a coordinate, finite")
+    if input_range is not None and not -math.inf < input_range[0] < input_range[1] < math.inf:
+        raise ValueError(
+            f"input_range={input_range} must be the lowest and the highest value of a coordinate, "
+            "finite"
+        )
     passes, ids, d = training.passes, leakage.ids, leakage.num_coordinates
     table = tracked_table(training, leakage, named, with_texts=texts is not None)
     attacked, labels = _attack_records(leakage, attacks), _labels(groups or {}, ids.all())
     columns = _columns(training, accountant, leakage, delta, equalised)
 
-    # all of these read the data set, whose augmentation would advance the generators of a continuing run
+    # all of these read the data set, whose augmentation would advance the generators of a
+    # continuing run
     words = people = None
     with preserve_rng():
         checksum, blind = _read_once(passes, d, kept, thorough=hash_data)
@@ -129,16 +137,23 @@ def build_saved_run(
 
 def check_options(options: Mapping[str, object]) -> None:
     """Raise a TypeError for an option that ``save_run`` does not have."""
-    known = {name for each in (build_saved_run, attribute_table) for name in inspect.signature(each).parameters}
+    known = {
+        name
+        for each in (build_saved_run, attribute_table)
+        for name in inspect.signature(each).parameters
+    }
     for name in options.keys() - known:
         raise TypeError(f"Unknown option {name!r} of save_run{nearest(name, sorted(known))}")
 
 
-def as_average(run: SavedRun, trainings: Sequence[PrivateTraining], accountant: IAccountant, delta: float) -> SavedRun:
+def as_average(
+    run: SavedRun, trainings: Sequence[PrivateTraining], accountant: IAccountant, delta: float
+) -> SavedRun:
     """A run whose numbers are means over repetitions, without what belongs to a single one.
 
-    The numbers are about one release, on average. An example's own ε, the course of training, the seed and an audit are
-    left out; so is reconstruction robustness if batches are known, because it depends on one run's participations.
+    The numbers are about one release, on average. An example's own ε, the course of training, the
+    seed and an audit are left out; so is reconstruction robustness if batches are known, because it
+    depends on one run's participations.
 
     Args:
         run: Saved from the average; everything else is that of the first run.
@@ -154,14 +169,24 @@ def as_average(run: SavedRun, trainings: Sequence[PrivateTraining], accountant: 
     known_batches = mechanism["sample_rate"] is None
     return replace(
         run,
-        about={**run.about, "mechanism": mechanism, "probe_seed": None, "audit": None, "merged": merged},
+        about={
+            **run.about,
+            "mechanism": mechanism,
+            "probe_seed": None,
+            "audit": None,
+            "merged": merged,
+        },
         columns={name: values for name, values in run.columns.items() if name != "epsilon"},
         history={},
-        bounds={name: bound for name, bound in run.bounds.items() if name != "rero" or not known_batches},
+        bounds={
+            name: bound for name, bound in run.bounds.items() if name != "rero" or not known_batches
+        },
     )
 
 
-def _read_once(passes: DatasetPasses, d: int, kept: Kept, *, thorough: bool) -> tuple[str | None, BlindGuess | None]:
+def _read_once(
+    passes: DatasetPasses, d: int, kept: Kept, *, thorough: bool
+) -> tuple[str | None, BlindGuess | None]:
     """The data's checksum and the blind guess, unless an earlier save of the run has read them."""
     if thorough and passes.dataset is not None and kept.checksum is None:
         kept.checksum = data_sha256(passes.dataset)
@@ -170,9 +195,14 @@ def _read_once(passes: DatasetPasses, d: int, kept: Kept, *, thorough: bool) -> 
     return kept.checksum, kept.blind[d]
 
 
-def _attack_records(leakage: Leakage, attacks: Sequence[AttackResult | BoundComparison]) -> list[AttackRecord]:
+def _attack_records(
+    leakage: Leakage, attacks: Sequence[AttackResult | BoundComparison]
+) -> list[AttackRecord]:
     """What attacks reached beside the bounds; a comparison with other bounds is kept as it is."""
-    compared = [each if isinstance(each, BoundComparison) else compare_with_bounds(leakage, each) for each in attacks]
+    compared = [
+        each if isinstance(each, BoundComparison) else compare_with_bounds(leakage, each)
+        for each in attacks
+    ]
     return [each.record(leakage.ids.all()) for each in compared]
 
 
@@ -180,7 +210,9 @@ def _labels(groups: Mapping[str, Labels], ids: Sequence[Hashable]) -> dict[str, 
     """Each grouping's labels in the order of the data set, [n]."""
     found = {}
     for name, given in groups.items():
-        labels = [given[key] for key in ids if key in given] if isinstance(given, Mapping) else given
+        labels = (
+            [given[key] for key in ids if key in given] if isinstance(given, Mapping) else given
+        )
         if len(labels) != len(ids):
             raise ValueError(
                 f"grouping {name!r} has {len(labels)} labels for {len(ids)} examples; "
@@ -191,7 +223,11 @@ def _labels(groups: Mapping[str, Labels], ids: Sequence[Hashable]) -> dict[str, 
 
 
 def _columns(
-    training: PrivateTraining, accountant: IAccountant, leakage: Leakage, delta: float, equalised: Equalised | None
+    training: PrivateTraining,
+    accountant: IAccountant,
+    leakage: Leakage,
+    delta: float,
+    equalised: Equalised | None,
 ) -> dict[str, np.ndarray]:
     """Numbers by example, [n] each."""
     run, columns, owners = training.run, leakage.arrays(), training.run.owners
@@ -208,12 +244,20 @@ def _columns(
 
 
 def _about(
-    training: PrivateTraining, accountant: IAccountant, leakage: Leakage, delta: float, data_sha256: str | None
+    training: PrivateTraining,
+    accountant: IAccountant,
+    leakage: Leakage,
+    delta: float,
+    data_sha256: str | None,
 ) -> dict[str, Any]:
     passes, module = training.passes, training.replica.live
     same = leakage.ledger.same_coordinates and not training.run.options.accounting.by_owner
     inputs = passes.inputs([0]) if passes.dataset is not None else {}
-    versions = {"torchfil": __version__, "torch": str(torch.__version__), "opacus": metadata.version("opacus")}
+    versions = {
+        "torchfil": __version__,
+        "torch": str(torch.__version__),
+        "opacus": metadata.version("opacus"),
+    }
     shapes = [list(leaf.shape[1:]) for leaf in tensors_of(list(inputs.values()))]
     return {
         "model": {
@@ -223,7 +267,8 @@ def _about(
         },
         "dataset": {
             "num_examples": leakage.ids.num_examples,
-            # the longest text, or the most rows, belong to one example, so a redacted report must not show it
+            # the longest text, or the most rows, belong to one example, so a redacted report must
+            # not show it
             ("num_coordinates" if same else "most_coordinates"): leakage.num_coordinates,
             "input_shape": shapes[0] if len(shapes) == 1 else shapes or None,
             "data_sha256": data_sha256,
@@ -254,17 +299,23 @@ def _mechanism(training: PrivateTraining, leakage: Leakage) -> dict[str, object]
         "clip": options.clip.name,
         "noise": optimizer.noise.kind,
         "sample_rate": options.sample_rate,
-        "expected_batch_size": float(optimizer.expected_batch_size * parts) if mean else None,  # None: a sum
+        # None: a sum
+        "expected_batch_size": float(optimizer.expected_batch_size * parts) if mean else None,
         "steps": ledger.steps,
         "steps_paused": ledger.missed_steps,
         "unit": "example" if accounting.owner_of is None else accounting.unit,
-        **{name: getattr(accounting, name) for name in ("unit_names", "row_reduction", "rows_per_owner")},
+        **{
+            name: getattr(accounting, name)
+            for name in ("unit_names", "row_reduction", "rows_per_owner")
+        },
         "poisson": options.sample_rate is not None,
         "stream": training.passes.dataset is None,
         "amplification": name_of_amplification(options.amplification),
         "estimator": accounting.estimator,
         "num_probes": None if paced else run.pace.num_probes,
-        "probe_precision": accounting.execution.probe_precision_on(next(training.replica.live.parameters()).device),
+        "probe_precision": accounting.execution.probe_precision_on(
+            next(training.replica.live.parameters()).device
+        ),
         "fil_rate": None if paced else accounting.fil_rate,
         "rel_error": accounting.rel_error,
         "loss": run.loss.name if run.loss is not None else None,
@@ -277,7 +328,10 @@ def _question(leakage: Leakage, name: str) -> QuestionRecord:
     def divergences(part: Leakage, rows: Tensor) -> dict[str, Tensor]:
         guess = part.get_guess(name, rows)
         high = guess.upper(0.95).divergence.value
-        both = {"divergence": guess.divergence.value.clamp(max=guess.largest), "divergence_high": high}
+        both = {
+            "divergence": guess.divergence.value.clamp(max=guess.largest),
+            "divergence_high": high,
+        }
         return {kind: value.reshape(len(rows), len(asked.answers)) for kind, value in both.items()}
 
     found = leakage.by_parts(divergences)
@@ -290,21 +344,41 @@ def _history(
 ) -> dict[str, np.ndarray]:
     """η̄ over training time, and ε."""
     ledger = leakage.ledger
-    steps, points = training.run.timeline.table(ledger.steps, ledger.sums["trace"], ledger.own_coordinates)
+    steps, points = training.run.timeline.table(
+        ledger.steps, ledger.sums["trace"], ledger.own_coordinates
+    )
     history = {"step": np.asarray(steps, dtype=np.int64)}
-    history |= {name: points[:, j].double().numpy() for j, name in enumerate(("fil_median", "fil_q95", "fil_max"))}
-    if accountant.mechanism() == "rdp" and training.run.options.sample_rate is not None:  # else it counts
-        history["epsilon"] = reading.epsilon_over_time(accountant.history, steps, delta)  # participations, not steps
+    history |= {
+        name: points[:, j].double().numpy()
+        for j, name in enumerate(("fil_median", "fil_q95", "fil_max"))
+    }
+    # else it counts
+    if accountant.mechanism() == "rdp" and training.run.options.sample_rate is not None:
+        # participations, not steps
+        history["epsilon"] = reading.epsilon_over_time(accountant.history, steps, delta)
     return history
 
 
-def _bounds(releases: Releases, input_range: tuple[float, float] | None) -> dict[str, dict[str, object]]:
-    """Theorem 1, if inputs are known to lie in a range; reconstruction robustness by success without the model."""
+def _bounds(
+    releases: Releases, input_range: tuple[float, float] | None
+) -> dict[str, dict[str, object]]:
+    """Theorem 1, if inputs are known to lie in a range.
+
+    Reconstruction robustness by success without the model.
+    """
     bounds: dict[str, dict[str, object]] = {}
     if input_range is not None:
-        diameter, names = input_range[1] - input_range[0], {"replace_one": "replace-one", "paper": "paper"}
-        found = {key: reading.rdp_bound(releases, 1, diameter, name) for key, name in names.items()}  # whatever d is
+        diameter, names = (
+            input_range[1] - input_range[0],
+            {"replace_one": "replace-one", "paper": "paper"},
+        )
+        # whatever d is
+        found = {key: reading.rdp_bound(releases, 1, diameter, name) for key, name in names.items()}
         bounds["rdp_mse_bound"] = {"diameter": diameter, **found}
     curve = reading.everybodys_robustness(releases, _PRIORS)
-    bounds["rero"] = {"prior": list(_PRIORS), "success": curve.high.tolist(), "low": curve.low.tolist()}
+    bounds["rero"] = {
+        "prior": list(_PRIORS),
+        "success": curve.high.tolist(),
+        "low": curve.low.tolist(),
+    }
     return bounds

@@ -1,7 +1,8 @@
-r"""The run's data, read again: a checksum, the spread of private values, the prior of van Trees, what is shown.
+r"""The run's data, read again: a checksum, the spread of private values, the prior of van Trees,
+what is shown.
 
-A report shows texts by token, with what drives their privacy loss. For token t, whose embedding has w
-private coordinates:
+A report shows texts by token, with what drives their privacy loss. For token t, whose embedding has
+w private coordinates:
 
     FIL   η_t = sqrt(Σ_{j∈t} I_jj / w), for the whole run;
     PLIS  ‖∂PL/∂z_t‖, at the current weights (:mod:`torchfil.attribution.plis`).
@@ -28,11 +29,11 @@ from torchfil.engine.saving.attributes import attributes_tracked
 from torchfil.private import Examples
 from torchfil.run.blind_guess import BlindGuess
 from torchfil.run.saved_run import Texts
-from torchfil.utils.errors import require
 from torchfil.utils.trees import tensors_of
 
 _BYTES_AT_ONCE = 2**26
-_READ_WHOLE = 2**30  # bytes of a TensorDataset up to which a fingerprint is of all examples, a second's work
+# bytes of a TensorDataset up to which a fingerprint is of all examples, a second's work
+_READ_WHOLE = 2**30
 _EXAMPLES_OF_OTHERS = 64
 _MOST_ROWS = 2**16  # a deviation from so many is off by 0.3 %
 _FEW_ROWS = 2**11  # by 1.6 %
@@ -46,10 +47,11 @@ _TOKENS = "input_ids"
 
 
 def data_sha256(dataset: Any) -> str:
-    """SHA-256 over all examples in order: dtype, shape and bytes of every tensor, and the text of everything else.
+    """SHA-256 over all examples in order: dtype, shape and bytes of every tensor, and the text of
+    everything else.
 
-    A ``TensorDataset`` is read tensor by tensor, any other data set example by example, with the same result. If
-    examples change at random when read (augmentation), so does the checksum.
+    A ``TensorDataset`` is read tensor by tensor, any other data set example by example, with the
+    same result. If examples change at random when read (augmentation), so does the checksum.
     """
     layouts: dict[int, hashlib._Hash] = {}
     contents: dict[int, hashlib._Hash] = {}
@@ -69,13 +71,18 @@ def data_sha256(dataset: Any) -> str:
 def data_fingerprint(dataset: Any) -> str | None:
     """A checksum to recognise a data set by; None if its examples change whenever they are read.
 
-    A ``TensorDataset`` of up to 1 GiB is read whole, of others 64 examples: it recognises other data, but not one
-    changed example in a million.
+    A ``TensorDataset`` of up to 1 GiB is read whole, of others 64 examples: it recognises other
+    data, but not one changed example in a million.
     """
     n = len(dataset)
-    if type(dataset) is TensorDataset and sum(t.numel() * t.element_size() for t in dataset.tensors) <= _READ_WHOLE:
+    if (
+        type(dataset) is TensorDataset
+        and sum(t.numel() * t.element_size() for t in dataset.tensors) <= _READ_WHOLE
+    ):
         return data_sha256(dataset)
-    rows = sorted({round(k * (n - 1) / _EXAMPLES_OF_OTHERS) for k in range(_EXAMPLES_OF_OTHERS + 1)})
+    rows = sorted(
+        {round(k * (n - 1) / _EXAMPLES_OF_OTHERS) for k in range(_EXAMPLES_OF_OTHERS + 1)}
+    )
     found = {f"{n} {data_sha256(Subset(dataset, rows))}" for _ in range(2)}
     return found.pop() if len(found) == 1 else None
 
@@ -108,11 +115,13 @@ def _bytes(values: Tensor) -> memoryview:
 # ------------------------------------------------------------------ how its values are spread
 
 
-def read_blind_guess(passes: DatasetPasses, num_coordinates: int, *, thorough: bool) -> BlindGuess | None:
+def read_blind_guess(
+    passes: DatasetPasses, num_coordinates: int, *, thorough: bool
+) -> BlindGuess | None:
     """Blind guesses of the run's data; None for streams, and if no coordinate has a fixed value.
 
-    If there are more than 65,536 examples (2,048 unless ``thorough``), that many are drawn without repetition, always
-    the same ones.
+    If there are more than 65,536 examples (2,048 unless ``thorough``), that many are drawn without
+    repetition, always the same ones.
 
     Args:
         passes: Reads the data set.
@@ -124,7 +133,8 @@ def read_blind_guess(passes: DatasetPasses, num_coordinates: int, *, thorough: b
     if passes.dataset is None or not len(rows):
         return None
     for part in _pieces(passes, rows, max(1, min(1024, _VALUES_AT_ONCE // d))):
-        # outputs of submodules have no values; texts may be laid out differently from batch to batch
+        # outputs of submodules have no values; texts may be laid out differently from batch to
+        # batch
         if part.values.shape[1] != num_coordinates or part.values.isnan().all():
             return None
         public = ([leaf.cpu().double() for leaf in leaves] for leaves in _public(part))
@@ -134,24 +144,34 @@ def read_blind_guess(passes: DatasetPasses, num_coordinates: int, *, thorough: b
 
 
 def fitted_prior(passes: DatasetPasses) -> tuple[np.ndarray, Prior]:
-    """The rows of the examples that were read, and a normal law of their private values given everything else in them.
+    """The rows of the examples that were read, and a normal law of their private values given
+    everything else in them.
 
     Everything else is public: their targets and inputs, with the private coordinates taken out.
 
     Raises:
-        ValueError: It cannot be fitted: a stream, or coordinates without values that could be compared.
+        ValueError: It cannot be fitted: a stream, or coordinates without values that could be
+            compared.
     """
     d = passes.run.leakage.num_coordinates
     remedy = "pass prior=, a law given what is public"
-    require(passes.dataset is not None, f"the examples of a stream cannot be read again; {remedy}")
+    if passes.dataset is None:
+        raise ValueError(f"the examples of a stream cannot be read again; {remedy}")
     rows = _some_rows(passes, d, thorough=True)
     parts = list(_pieces(passes, rows, 1024))
     values = [part.values for part in parts]
     alike = all(part.shape[1] == d and not part.isnan().any() for part in values)
-    shapes = "a prior needs private values of one shape, not outputs of a submodule or texts of different lengths"
-    require(alike and len({part.form for part in parts}) <= 1, f"{shapes}; {remedy}")
-    public = [[leaf.nan_to_num(0.0) for leaves in _public(part) for leaf in leaves] for part in parts]
-    return rows, Prior.gaussian(torch.cat(values).cpu(), [torch.cat(same).cpu() for same in zip(*public, strict=True)])
+    if not (alike and len({part.form for part in parts}) <= 1):
+        raise ValueError(
+            "a prior needs private values of one shape, not outputs of a submodule or texts of "
+            f"different lengths; {remedy}"
+        )
+    public = [
+        [leaf.nan_to_num(0.0) for leaves in _public(part) for leaf in leaves] for part in parts
+    ]
+    return rows, Prior.gaussian(
+        torch.cat(values).cpu(), [torch.cat(same).cpu() for same in zip(*public, strict=True)]
+    )
 
 
 def _public(part: Examples) -> tuple[list[Tensor], list[Tensor]]:
@@ -175,7 +195,7 @@ def _pieces(passes: DatasetPasses, rows: np.ndarray, size: int) -> Iterator[Exam
         yield passes.examples(rows[start : start + size].tolist())
 
 
-# ------------------------------------------------------------------ the examples that a report shows
+# ----------------------------------------------------------------- the examples that a report shows
 
 
 def are_pixels(passes: DatasetPasses, num_coordinates: int) -> bool:
@@ -203,21 +223,29 @@ def _diagonal(leakage: Leakage, rows: np.ndarray) -> Tensor:
     return leakage.get_attribute_fil([ids[row] for row in rows]).value.double().square().cpu()
 
 
-def exposed_words(training: PrivateTraining, leakage: Leakage, texts: object, fil: np.ndarray) -> Texts | None:
-    """FIL and PLIS by token of the 20 most exposed examples, with the tokens; None if nothing leaked.
+def exposed_words(
+    training: PrivateTraining, leakage: Leakage, texts: object, fil: np.ndarray
+) -> Texts | None:
+    """FIL and PLIS by token of the 20 most exposed examples, with the tokens.
+
+    None if nothing leaked.
 
     Args:
         training: The run.
         leakage: Its results; the diagonal was tracked.
-        texts: Every example's tokens as strings, in the order of the data set, one for each position of its private
-            tensor; or a decoder of token ids: a tokenizer with ``decode``, or a function that maps a list with one id
-            to its string. The ids are then read from the data set.
+        texts: Every example's tokens as strings, in the order of the data set, one for each
+            position of its private tensor; or a decoder of token ids: a tokenizer with ``decode``,
+            or a function that maps a list with one id to its string. The ids are then read from the
+            data set.
         fil: η̄, [n].
 
     Raises:
         ValueError: The diagonal was not tracked, or texts and coordinates do not fit.
     """
-    require(attributes_tracked(leakage), "texts= shows leakage by word, which needs make_private(track=('diagonal',))")
+    if not attributes_tracked(leakage):
+        raise ValueError(
+            "texts= shows leakage by word, which needs make_private(track=('diagonal',))"
+        )
     decode: Any = getattr(texts, "decode", texts if callable(texts) else None)
     rows = np.argsort(-fil, kind="stable")[:_MOST_TEXTS]
     rows = rows[fil[rows] > 0]  # an example that leaked nothing is not among the most exposed
@@ -225,14 +253,18 @@ def exposed_words(training: PrivateTraining, leakage: Leakage, texts: object, fi
     # one token for each position of the private embedding
     tokens: Any = texts
     if decode is None:
-        require(len(tokens) == len(fil), f"texts has {len(tokens)} entries for {len(fil)} examples; give one for each")
+        if len(tokens) != len(fil):
+            raise ValueError(
+                f"texts has {len(tokens)} entries for {len(fil)} examples; give one for each"
+            )
     elif len(rows):
         tokens = token_ids(training.passes, rows.tolist())
     if not len(rows):
         return None
     positions = _positions(training, leakage, max(map(len, tokens)))
 
-    by_token = _diagonal(leakage, rows).unflatten(1, (positions, -1)).mean(dim=2).sqrt()  # [m, positions]
+    # [m, positions]
+    by_token = _diagonal(leakage, rows).unflatten(1, (positions, -1)).mean(dim=2).sqrt()
     plis = _plis(training, rows.tolist(), positions)
     if decode is None:
         words = [[str(word) for word in tokens[row]] for row in rows]
@@ -244,7 +276,12 @@ def exposed_words(training: PrivateTraining, leakage: Leakage, texts: object, fi
             [str(decode([token])) for token in part[mask[: len(part)]].tolist()]
             for part, mask in zip(tokens, own, strict=True)
         ]
-    return Texts(rows.astype(np.int64), words, _compact(by_token, own), None if plis is None else _compact(plis, own))
+    return Texts(
+        rows.astype(np.int64),
+        words,
+        _compact(by_token, own),
+        None if plis is None else _compact(plis, own),
+    )
 
 
 def token_ids(passes: DatasetPasses, rows: list[int]) -> Tensor:
@@ -254,11 +291,21 @@ def token_ids(passes: DatasetPasses, rows: list[int]) -> Tensor:
         ValueError: A stream, or it is not known which of the inputs they are.
     """
     remedy = "give texts= as strings, one list an example"
-    require(passes.dataset is not None, f"the examples of a stream cannot be read again: {remedy}")
-    leaves = {key: value for key, value in passes.inputs(rows).items() if isinstance(value, Tensor) and value.ndim == 2}
-    inputs = {key: value for key, value in leaves.items() if value.dtype in (torch.int64, torch.int32)}
-    known = _TOKENS in inputs or len(inputs) == 1
-    require(known, f"{len(inputs)} inputs of the model hold integers by position ({list(inputs)}); {remedy}")
+    if passes.dataset is None:
+        raise ValueError(f"the examples of a stream cannot be read again: {remedy}")
+    leaves = {
+        key: value
+        for key, value in passes.inputs(rows).items()
+        if isinstance(value, Tensor) and value.ndim == 2
+    }
+    inputs = {
+        key: value for key, value in leaves.items() if value.dtype in (torch.int64, torch.int32)
+    }
+    if _TOKENS not in inputs and len(inputs) != 1:
+        raise ValueError(
+            f"{len(inputs)} inputs of the model hold integers by position ({list(inputs)}); "
+            f"{remedy}"
+        )
     return inputs.get(_TOKENS, next(iter(inputs.values()))).cpu()
 
 
@@ -266,9 +313,12 @@ def _positions(training: PrivateTraining, leakage: Leakage, longest: int) -> int
     """The number of positions for every text."""
     private, coordinates = training.run.options.private, leakage.num_coordinates
     positions = (private.max_length if private is not None else None) or longest
-    fits = longest <= positions and coordinates % max(1, positions) == 0
-    where = f"texts of up to {longest} words do not fit {coordinates} private coordinates in {positions} positions"
-    require(fits, f"{where}; give one word for each position of the embedding, special tokens included")
+    if not (longest <= positions and coordinates % max(1, positions) == 0):
+        raise ValueError(
+            f"texts of up to {longest} words do not fit {coordinates} private coordinates in "
+            f"{positions} positions; give one word for each position of the embedding, special "
+            "tokens included"
+        )
     return positions
 
 

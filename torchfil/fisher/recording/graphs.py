@@ -1,4 +1,6 @@
-"""A pass over a batch of fixed size as CUDA graphs: small networks spend most of their time launching kernels."""
+"""A pass over a batch of fixed size as CUDA graphs: small networks spend most of their time
+launching kernels.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,18 @@ from torch.overrides import TorchFunctionMode
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.private import Examples
 
-_LARGEST_SHARE = 0.5  # share of the free memory that graphs may keep; other passes and the loop need some, too
+# share of the free memory that graphs may keep; other passes and the loop need some, too
+_LARGEST_SHARE = 0.5
 
 
 def signature(gradients: ExampleGradients) -> Hashable:
-    """What a captured pass depends on, besides the batch's size and contents and the modes of modules."""
-    weights = tuple(value.data_ptr() for value in (*gradients.parameters.values(), *gradients.constants.values()))
+    """What a captured pass depends on, besides the batch's size and contents and the modes of
+    modules.
+    """
+    weights = tuple(
+        value.data_ptr()
+        for value in (*gradients.parameters.values(), *gradients.constants.values())
+    )
     masks = tuple((mask.shape[1:], mask.dtype) for mask in gradients.examples.masks)
     examples = gradients.examples
     weighted = examples.clip_weights is not None
@@ -29,20 +37,24 @@ def signature(gradients: ExampleGradients) -> Hashable:
 class CapturedPass:
     """``stages`` over ``size`` examples as CUDA graphs; each replay reads the current weights.
 
-    Each stage is a separate graph, so that the results of one can be read while the next is still running.
+    Each stage is a separate graph, so that the results of one can be read while the next is still
+    running.
 
     Args:
-        gradients: A batch for the capture; batches with fewer examples are padded with copies of the first one.
+        gradients: A batch for the capture; batches with fewer examples are padded with copies of
+            the first one.
         size: How many examples the pass takes.
-        stages: What to capture: a function of the examples' gradients that yields the results of each stage in turn.
-            They stay at the same addresses.
-        pool: Memory shared with other graphs, which must not be replayed while this one's results are in use. It is
-            freed with the last of its graphs.
+        stages: What to capture: a function of the examples' gradients that yields the results of
+            each stage in turn. They stay at the same addresses.
+        pool: Memory shared with other graphs, which must not be replayed while this one's results
+            are in use. It is freed with the last of its graphs.
         num_stages: The number of stages.
-        warm_up: Whether to run the stages once before, because a capture may not be able to load a kernel.
+        warm_up: Whether to run the stages once before, because a capture may not be able to load a
+            kernel.
 
     Raises:
-        RuntimeError: A stage cannot be captured, or the graphs would keep more than half of the free memory.
+        RuntimeError: A stage cannot be captured, or the graphs would keep more than half of the
+            free memory.
     """
 
     def __init__(
@@ -84,19 +96,25 @@ class CapturedPass:
         release_memory()  # otherwise the stream would keep its memory in addition to the graphs'
         free, _ = torch.cuda.mem_get_info(device)
         if needed > _LARGEST_SHARE * free:
-            room = f"{needed / 2**30:.1f} GiB, more than half of the free {free / 2**30:.1f} GiB"
-            raise RuntimeError(f"graphs over {self.size} examples would keep {room}")
+            raise RuntimeError(
+                f"graphs over {self.size} examples would keep {needed / 2**30:.1f} GiB, more than "
+                f"half of the free {free / 2**30:.1f} GiB"
+            )
 
     def _capture(self, stages: Iterator[object], num_stages: int, pool: Any) -> None:
         device = self.examples.z.device
         stream = torch.cuda.current_stream(device)
         generator = torch.cuda.default_generators[device.index or 0]
         intact = generator.clone_state()
-        pool = torch.cuda.graph_pool_handle() if pool is None else pool  # a stage reads the results of the one before
+        # a stage reads the results of the one before
+        pool = torch.cuda.graph_pool_handle() if pool is None else pool
         for _ in range(num_stages):
             graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"), _MadeOnDevice():
+                with (
+                    torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+                    _MadeOnDevice(),
+                ):
                     self.results.append(next(stages))
             except RuntimeError:  # both may be unusable after a failed capture
                 torch.cuda.set_stream(stream)
@@ -105,11 +123,14 @@ class CapturedPass:
             self.graphs.append(graph)
 
     def replay(self, examples: Examples, *, begun: bool = False) -> list[Any]:
-        """The results of the stages for these examples, at most ``size``; the next replay overwrites them.
+        """The results of the stages for these examples, at most ``size``.
+
+        The next replay overwrites them.
 
         Args:
             examples: The examples.
-            begun: Whether :meth:`begin` has replayed the first stage for them, and no other graph was replayed since.
+            begun: Whether :meth:`begin` has replayed the first stage for them, and no other graph
+                was replayed since.
         """
         if not begun:
             self.begin(examples)
@@ -130,25 +151,35 @@ class CapturedPass:
 
 
 class _MadeOnDevice(TorchFunctionMode):
-    """Inside, constants that a model makes from Python numbers are filled in by the GPU: a capture cannot copy them.
+    """Inside, constants that a model makes from Python numbers are filled in by the GPU: a capture
+    cannot copy them.
 
-    ``torch.tensor(0.0, device="cuda")`` in a model's mask is such a constant. The values are the same.
+    ``torch.tensor(0.0, device="cuda")`` in a model's mask is such a constant. The values are the
+    same.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         device = torch.device(kwargs.get("device") or "cpu")
-        if func not in (torch.tensor, torch.as_tensor, torch.scalar_tensor) or device.type != "cuda":
+        if (
+            func not in (torch.tensor, torch.as_tensor, torch.scalar_tensor)
+            or device.type != "cuda"
+        ):
             return func(*args, **kwargs)
         on_host = func(*args, **{**kwargs, "device": "cpu"})
         if any(isinstance(part, Tensor) for part in args) or on_host.requires_grad:
             return func(*args, **kwargs)
-        numbers = [torch.full((), value, dtype=on_host.dtype, device=device) for value in on_host.flatten().tolist()]
+        numbers = [
+            torch.full((), value, dtype=on_host.dtype, device=device)
+            for value in on_host.flatten().tolist()
+        ]
         return torch.stack(numbers).reshape(on_host.shape) if numbers else on_host.to(device)
 
 
 def release_memory() -> None:
-    """Free what passes have left behind: autograd graphs are reference cycles, which hold memory until collected."""
+    """Free what passes have left behind: autograd graphs are reference cycles, which hold memory
+    until collected.
+    """
     gc.collect()
     torch.cuda.empty_cache()
 

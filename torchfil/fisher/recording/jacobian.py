@@ -1,7 +1,8 @@
 """The clipped Jacobian's products with weight probes, from one recorded pass over the batch.
 
-The recording is cut off from the graph that leads to z. ‖g‖² and ⟨g, u⟩ are functions of each layer's input and δ,
-which are leaves there; one backward pass from the leaves' origins then gives the derivatives with respect to z.
+The recording is cut off from the graph that leads to z. ‖g‖² and ⟨g, u⟩ are functions of each
+layer's input and δ, which are leaves there; one backward pass from the leaves' origins then gives
+the derivatives with respect to z.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.models import probe_dtype, wide
 from torchfil.fisher.operator import Jacobian, safe_reciprocal
-from torchfil.fisher.recording.record import RecordedForward, Recording, backward_pass, forward_pass, record
+from torchfil.fisher.recording.record import (
+    RecordedForward,
+    Recording,
+    backward_pass,
+    forward_pass,
+    record,
+)
 from torchfil.fisher.rules.base import Call, UnsupportedCallError, products_of, total_square
 from torchfil.utils.trees import map_tensors
 
@@ -31,7 +38,8 @@ Term = Callable[[Recording, Sequence[Call]], Tensor]
 
 @dataclass(frozen=True)
 class CutRecording:
-    """A recording whose calls begin at leaves, so that the results of rules are differentiated only that far.
+    """A recording whose calls begin at leaves, so that the results of rules are differentiated only
+    that far.
 
     Attributes:
         recording: The calls, with leaves as their inputs and δ.
@@ -44,8 +52,8 @@ class CutRecording:
     def squared_norm(self, counted: Term | None = None) -> SquaredNorm:
         """‖g‖² of every example, with its derivatives at the leaves.
 
-        Each term is differentiated in turn, so that only one layer's graph is in memory; light graphs are kept.
-        ``counted`` evaluates the terms in place of :func:`term_of`.
+        Each term is differentiated in turn, so that only one layer's graph is in memory; light
+        graphs are kept. ``counted`` evaluates the terms in place of :func:`term_of`.
         """
         total = torch.zeros_like(self.recording.losses)
         derivatives: list[tuple[tuple[Tensor, ...], Tensor | tuple[Tensor | None, ...]]] = []
@@ -62,12 +70,16 @@ class CutRecording:
         return SquaredNorm(self, total, derivatives)
 
     def inner_products(self, direction: Mapping[str, Tensor]) -> tuple[Tensor, Cotangents]:
-        """⟨g, u⟩ of every example, [batch], for u by parameter name, and the derivative of its sum at the leaves."""
+        """⟨g, u⟩ of every example, [batch], for u by parameter name, and the derivative of its sum
+        at the leaves.
+        """
         total = torch.zeros_like(self.recording.losses)
         cotangents: Cotangents = {}
         for call in self.recording.calls:
             part = {local: direction[name] for local, name in call.shared_names.items()}
-            as_recorded = not self.recording.narrow or (call.rule.narrow_probes and probe_dtype.get() is not None)
+            as_recorded = not self.recording.narrow or (
+                call.rule.narrow_probes and probe_dtype.get() is not None
+            )
             widened = call if as_recorded else call.wide()
             value, derivatives = call.rule.inner(widened, part)
             total = total + value
@@ -75,8 +87,17 @@ class CutRecording:
                 self.put(cotangents, leaf if as_recorded else widened.origin(leaf), derivative)
         return total, cotangents
 
-    def put(self, cotangents: Cotangents, leaf: Tensor, gradient: Tensor | None, weight: Tensor | None = None) -> None:
-        """Add a gradient, times weights [batch], at the leaf's place; do nothing if the leaf does not depend on z."""
+    def put(
+        self,
+        cotangents: Cotangents,
+        leaf: Tensor,
+        gradient: Tensor | None,
+        weight: Tensor | None = None,
+    ) -> None:
+        """Add a gradient, times weights [batch], at the leaf's place.
+
+        Do nothing if the leaf does not depend on z.
+        """
         place = id(leaf)
         if gradient is None or place not in self.origins:
             return
@@ -99,7 +120,9 @@ class CutRecording:
                 given.append(cotangents[place].to(origin.dtype))
         if not origins:
             return wide(torch.zeros_like(z))
-        (result,) = torch.autograd.grad(origins, z, given, retain_graph=True, allow_unused=True, materialize_grads=True)
+        (result,) = torch.autograd.grad(
+            origins, z, given, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
         return wide(result)
 
 
@@ -110,7 +133,8 @@ class SquaredNorm:
     Attributes:
         attached: The cut at which the derivatives end.
         total: ‖g‖².
-        derivatives: For each term, its leaves, with its derivatives there or its value with the graph that leads there.
+        derivatives: For each term, its leaves, with its derivatives there or its value with the
+            graph that leads there.
     """
 
     attached: CutRecording
@@ -126,7 +150,9 @@ class SquaredNorm:
                 self.attached.put(cotangents, leaf, derivative, None if weighted else weight)
 
 
-def _derivatives(value: Tensor, leaves: tuple[Tensor, ...], weight: Tensor | None = None) -> tuple[Tensor | None, ...]:
+def _derivatives(
+    value: Tensor, leaves: tuple[Tensor, ...], weight: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
     """∂(Σ_i weight_i value_i)/∂leaf; the graph is kept."""
     weight = torch.ones_like(value) if weight is None else weight.to(value.dtype)
     return torch.autograd.grad(value, leaves, weight, retain_graph=True, allow_unused=True)
@@ -136,7 +162,8 @@ def cut(recording: Recording) -> CutRecording:
     """The recording, cut off from the graph that leads to z.
 
     Raises:
-        UnsupportedCallError: The first dimension of an input that depends on z does not run over the examples.
+        UnsupportedCallError: The first dimension of an input that depends on z does not run over
+            the examples.
     """
     batch = recording.losses.shape
     by_origin: dict[int, Tensor] = {}
@@ -145,7 +172,9 @@ def cut(recording: Recording) -> CutRecording:
         if not value.requires_grad:
             return value
         if value.shape[:1] != batch:
-            raise UnsupportedCallError(f"{call.name}: an input of shape {tuple(value.shape)} is not one per example")
+            raise UnsupportedCallError(
+                f"{call.name}: an input of shape {tuple(value.shape)} is not one per example"
+            )
         if id(value) not in by_origin:
             by_origin[id(value)] = value.detach().requires_grad_()
             origins[id(by_origin[id(value)])] = value
@@ -156,11 +185,16 @@ def cut(recording: Recording) -> CutRecording:
     for call in recording.calls:
         args, kwargs = map_tensors(leaf, (call.args, dict(call.kwargs)))
         calls.append(replace(call, args=args, kwargs=kwargs, delta=leaf(call.delta), memo={}))
-    return CutRecording(replace(recording, calls=tuple(calls), losses=recording.losses.detach()), origins)
+    return CutRecording(
+        replace(recording, calls=tuple(calls), losses=recording.losses.detach()), origins
+    )
 
 
 def _terms(recording: Recording) -> list[tuple[Call, ...]]:
-    """The calls of each term of ‖g‖². If several calls use a parameter, its gradient is summed over them first."""
+    """The calls of each term of ‖g‖².
+
+    If several calls use a parameter, its gradient is summed over them first.
+    """
     uses = Counter([name for call in recording.calls for name in call.shared_names.values()])
     terms: list[tuple[Call, ...]] = []
     sharing: list[Call] = []
@@ -192,17 +226,23 @@ def _add_gradients(summed: dict[str, Tensor], call: Call) -> None:
 def squared_norm(recording: Recording) -> Tensor:
     """‖g‖² of every example, [batch], without derivatives."""
     with torch.no_grad():
-        return sum((term_of(recording, calls) for calls in _terms(recording)), torch.zeros_like(recording.losses))
+        return sum(
+            (term_of(recording, calls) for calls in _terms(recording)),
+            torch.zeros_like(recording.losses),
+        )
 
 
 def gradient_products(own: Recording, other: Recording) -> Tensor:
-    """‖g‖², ‖g′‖² and ⟨g, g′⟩, [3, batch], from a pass over the examples and one over changed examples.
+    """‖g‖², ‖g′‖² and ⟨g, g′⟩, [3, batch], from a pass over the examples and one over changed
+    examples.
 
     Raises:
         UnsupportedCallError: The model did not call the same layers in both passes.
     """
     if [call.name for call in own.calls] != [call.name for call in other.calls]:
-        raise UnsupportedCallError("the model calls other layers for an alternative answer than for the true one")
+        raise UnsupportedCallError(
+            "the model calls other layers for an alternative answer than for the true one"
+        )
     uses = Counter(name for call in own.calls for name in call.shared_names.values())
     total = own.losses.new_zeros(3, len(own.losses))
     shared: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
@@ -220,7 +260,9 @@ def weighted_sum(recording: Recording, weight: Tensor) -> dict[str, Tensor]:
     """Σ_i weight_i g_i by the model's parameter names, for weights [batch]; not differentiable."""
     result: dict[str, Tensor] = {}
     for call in recording.calls:
-        for local, part in call.rule.weighted_sum(call.wide() if recording.narrow else call, weight).items():
+        for local, part in call.rule.weighted_sum(
+            call.wide() if recording.narrow else call, weight
+        ).items():
             name = call.shared_names[local]
             result[name] = result[name] + part if name in result else part
     return result
@@ -229,13 +271,13 @@ def weighted_sum(recording: Recording, weight: Tensor) -> dict[str, Tensor]:
 class RecordedJacobian(Jacobian):
     """A :class:`Jacobian` that forms no gradient for norms and shared weight probes.
 
-    Making it runs the pass: one forward and one backward pass are recorded. ‖g‖² and ⟨u, g⟩ are functions of each
-    layer's inputs and output gradients in them, and one more backward pass through both gives ∇‖g‖², or Jᵀu, for the
-    whole batch.
+    Making it runs the pass: one forward and one backward pass are recorded. ‖g‖² and ⟨u, g⟩ are
+    functions of each layer's inputs and output gradients in them, and one more backward pass
+    through both gives ∇‖g‖², or Jᵀu, for the whole batch.
 
-    If it is not ``measured``, only norms, sums, losses and products with other passes are available. The pass then
-    keeps no graph of its backward half, layers below the first trainable one keep nothing, and attention may use
-    torch's fused kernels, which have no second derivative.
+    If it is not ``measured``, only norms, sums, losses and products with other passes are
+    available. The pass then keeps no graph of its backward half, layers below the first trainable
+    one keep nothing, and attention may use torch's fused kernels, which have no second derivative.
 
     Args:
         gradients: The examples with model and loss.
@@ -257,12 +299,21 @@ class RecordedJacobian(Jacobian):
         *,
         measured: bool = True,
     ) -> None:
-        z, clip, max_grad_norm = gradients.examples.z.detach(), mechanism.clip, mechanism.max_grad_norm
-        super().__init__(gradients if measured else replace(gradients, twice=False), clip, max_grad_norm)
+        z, clip, max_grad_norm = (
+            gradients.examples.z.detach(),
+            mechanism.clip,
+            mechanism.max_grad_norm,
+        )
+        super().__init__(
+            gradients if measured else replace(gradients, twice=False), clip, max_grad_norm
+        )
         if forward is None:
             forward = forward_pass(self.gradients, z.requires_grad_() if measured else z)
         self.recording = backward_pass(self.gradients, forward, differentiable=measured)
-        self.losses, self.output_gradients = self.recording.losses.detach(), self.recording.output_gradients
+        self.losses, self.output_gradients = (
+            self.recording.losses.detach(),
+            self.recording.output_gradients,
+        )
         with self.gradients.backward_state():
             if measured:
                 self._cut = cut(self.recording)
@@ -317,10 +368,13 @@ class RecordedJacobian(Jacobian):
             yield from map(self.perpendicular_rmatvec, part) if facts.probes_apart else rows
 
     def folded_row(self, mechanism: Mechanism, u: Tensor) -> Tensor:
-        r"""r = J̃ᵀM^{1/2}(Pu + ĝ)/s, [batch, d], for u of shape [p]; E[r rᵀ] = I. It needs one derivative.
+        r"""r = J̃ᵀM^{1/2}(Pu + ĝ)/s, [batch, d], for u of shape [p].
 
-        With w = M^{1/2}(Pu + ĝ) = sqrt(κ⊥)u + βĝ, β = sqrt(κ∥) − sqrt(κ⊥)(ĝ·u), r is ∇_z⟨h, g⟩ for the fixed vector
-        h = φw + φ′(g·w)ĝ = φ sqrt(κ⊥) u + (φβ + φ′n sqrt(κ∥)) ĝ, where ∇_z⟨g, g⟩/2 = ∇(n²)/2.
+        E[r rᵀ] = I. It needs one derivative.
+
+        With w = M^{1/2}(Pu + ĝ) = sqrt(κ⊥)u + βĝ, β = sqrt(κ∥) − sqrt(κ⊥)(ĝ·u), r is ∇_z⟨h, g⟩ for
+        the fixed vector h = φw + φ′(g·w)ĝ = φ sqrt(κ⊥) u + (φβ + φ′n sqrt(κ∥)) ĝ, where ∇_z⟨g, g⟩/2
+        = ∇(n²)/2.
         """
         perpendicular, parallel = mechanism.weights(self.clipped_norm)
         root, reciprocal = perpendicular.sqrt(), safe_reciprocal(self.norm)
@@ -329,13 +383,18 @@ class RecordedJacobian(Jacobian):
             beta = parallel.sqrt() - root * products * reciprocal
             extra = self.scale * beta + self.scale_derivative * self.norm * parallel.sqrt()
 
-            # φ sqrt(κ⊥) is a common factor, so only one of the two parts has to be scaled for each example.
+            # φ sqrt(κ⊥) is a common factor, so only one of the two parts has to be scaled for each
+            # example.
             before = self.scale * root
-            self._square.add_derivative(cotangents, 0.5 * extra * reciprocal * safe_reciprocal(before))
+            self._square.add_derivative(
+                cotangents, 0.5 * extra * reciprocal * safe_reciprocal(before)
+            )
             return before[:, None] * self._cut.pulled_back(cotangents)
 
     def clipped_sum(self, mask: Tensor | None = None) -> dict[str, Tensor]:
-        """Σ_i φ_i g_i by parameter name, over the examples that ``mask`` (1 or 0, [batch]) keeps; 0 if unused."""
+        """Σ_i φ_i g_i by parameter name, over the examples that ``mask`` (1 or 0, [batch]) keeps; 0
+        if unused.
+        """
         weight, dtype = self.scale if mask is None else self.scale * mask, self.gradients.dtype
         with self.gradients.backward_state():
             sums = weighted_sum(self.recording, weight.to(dtype))
@@ -346,7 +405,10 @@ class RecordedJacobian(Jacobian):
 
     def inner_products(self, direction: Mapping[str, Tensor]) -> Tensor:
         """⟨g̃, u⟩, [batch], for u by parameter name; no gradient is formed."""
-        shaped = {name: direction[name].view_as(value) for name, value in self.gradients.parameters.items()}
+        shaped = {
+            name: direction[name].view_as(value)
+            for name, value in self.gradients.parameters.items()
+        }
         with self.gradients.backward_state():
             return self.scale * CutRecording(self.recording, {}).inner_products(shaped)[0]
 

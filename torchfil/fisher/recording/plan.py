@@ -1,4 +1,6 @@
-"""Does the recorded pass fit a model? A trial with two examples, compared with plain backward passes of each."""
+"""Does the recorded pass fit a model? A trial with two examples, compared with plain backward
+passes of each.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 _ROUNDING = 1e-2  # a tolerance that rounding in bfloat16 and float16 keeps
 _ROUNDED = (
-    "the trial did not run in float64, and in the model's own bfloat16 or float16 rounding alone can explain what it "
-    "found: weights in float32, or more memory at the first step, show whether the recorded pass fits"
+    "the trial did not run in float64, and in the model's own bfloat16 or float16 rounding alone "
+    "can explain what it found: weights in float32, or more memory at the first step, show "
+    "whether the recorded pass fits"
 )
 
 
@@ -45,7 +48,8 @@ class Plan:
     Attributes:
         reason: Why the recorded pass does not fit this model; None: it does.
         bytes_per_example: The memory that the pass holds for one example.
-        generic: The layers without their own rule, by name and kind; their gradients are formed one by one.
+        generic: The layers without their own rule, by name and kind; their gradients are formed one
+            by one.
         convolutions: The share of convolutions among the layers.
         facts: What passes over the model have shown; passes of this plan add to it.
     """
@@ -63,22 +67,26 @@ class Plan:
 
 
 def plan(gradients: ExampleGradients) -> Plan:
-    """Try the pass on two examples: does it agree with plain backward passes, and how much memory does it hold?
+    """Try the pass on two examples: does it agree with plain backward passes, and how much memory
+    does it hold?
 
-    The trial compares ‖g‖², ∇‖g‖², Jᵀu for one vector u, and the sum of g. This finds parameters that the model uses
-    outside their modules, models that mix or sort examples, and wrong layer rules. Three things could hide such faults:
+    The trial compares ‖g‖², ∇‖g‖², Jᵀu for one vector u, and the sum of g. This finds parameters
+    that the model uses outside their modules, models that mix or sort examples, and wrong layer
+    rules. Three things could hide such faults:
 
-    * Examples without a gradient, or two equal ones: the trial looks for others. It passes them as a, b, a, an order
-      that sorting would change.
-    * Weights at which a part of the gradient vanishes (layers that start at 0): the trial is repeated nearby.
-    * Rounding: a wrong second derivative may pass a comparison in float32, and the gradient of a well-learned example
-      is a difference of nearly equal numbers. The trial therefore runs in float64, and in the model's own dtype only if
-      the model does not run in float64.
+    * Examples without a gradient, or two equal ones: the trial looks for others. It passes them as
+      a, b, a, an order that sorting would change.
+    * Weights at which a part of the gradient vanishes (layers that start at 0): the trial is
+      repeated nearby.
+    * Rounding: a wrong second derivative may pass a comparison in float32, and the gradient of a
+      well-learned example is a difference of nearly equal numbers. The trial therefore runs in
+      float64, and in the model's own dtype only if the model does not run in float64.
     """
     if gradients.dtype != torch.float64:
         try:
             return _tried_in_double(gradients)
-        except Exception as error:  # a kernel without float64, or too little memory: use the model's own dtype
+        except Exception as error:
+            # a kernel without float64, or too little memory: use the model's own dtype
             logger.info("the trial does not run in float64: %s", error)
         release_memory()  # only here is the error gone, whose traceback held the float64 copy
     try:
@@ -96,25 +104,38 @@ def _tried_in_double(gradients: ExampleGradients) -> Plan:
 
 def _tried(gradients: ExampleGradients, dtype: torch.dtype) -> Plan:
     """The plan from a trial in the gradients' dtype, for passes in ``dtype``; errors are raised."""
-    # a normal vector, drawn on the gradients' device: a CPU needs half a second for a hundred million numbers
+    # a normal vector, drawn on the gradients' device: a CPU needs half a second for a hundred
+    # million numbers
     source = torch.Generator(gradients.device).manual_seed(_PROBE_SEED)
-    probe = torch.randn(gradients.num_parameters, generator=source, device=gradients.device).to(gradients.dtype)
+    probe = torch.randn(gradients.num_parameters, generator=source, device=gradients.device).to(
+        gradients.dtype
+    )
     products = cache(partial(gradients.plain_products_of_one, u=probe))
     rows = _telling_rows(gradients, lambda row: bool(products(row)[0].any()))
     plain = _Plain.of(products, rows)
-    part = replace(gradients, examples=gradients.examples[torch.tensor(rows, device=gradients.device)])
+    part = replace(
+        gradients, examples=gradients.examples[torch.tensor(rows, device=gradients.device)]
+    )
     learned = True
     while learned:
         recorded = _recorded(part, probe)
         reason, missing = _difference(part, recorded, plain)
-        learned = reason is not None and learn_layouts(part)  # a dimension of the batch's size may be another one
+        # a dimension of the batch's size may be another one
+        learned = reason is not None and learn_layouts(part)
         learned = learned or (bool(missing) and watch_parameters(part, missing))
-    if reason is None and not all(bool(g.any()) for g in part.unflatten(plain.gradients.abs().sum(dim=0)).values()):
-        reason = _difference_nearby(part, probe)  # a trial says nothing about a parameter without a gradient
+    if reason is None and not all(
+        bool(g.any()) for g in part.unflatten(plain.gradients.abs().sum(dim=0)).values()
+    ):
+        # a trial says nothing about a parameter without a gradient
+        reason = _difference_nearby(part, probe)
     if reason is not None:
         return Plan(reason, 0, facts=gradients.facts)
 
-    rules = {call.module: call.rule for call in recorded.calls if not isinstance(call.rule, ParameterRule)}
+    rules = {
+        call.module: call.rule
+        for call in recorded.calls
+        if not isinstance(call.rule, ParameterRule)
+    }
     convolutions = sum(isinstance(rule, ConvolutionRule) for rule in rules.values())
     size = 2 * recorded.held * dtype.itemsize // (gradients.dtype.itemsize * len(part.examples))
     generic = tuple(
@@ -140,7 +161,8 @@ class _Plain(NamedTuple):
 
 @dataclass(frozen=True)
 class _Recorded:
-    """Results of a recorded pass: ‖g‖², [rows], ∇‖g‖² and Jᵀu, [rows, d], Σ g, [p], its calls and the bytes it held.
+    """Results of a recorded pass: ‖g‖², [rows], ∇‖g‖² and Jᵀu, [rows, d], Σ g, [p], its calls and
+    the bytes it held.
 
     ``narrow`` says whether it computed with fewer digits than float32 has.
     """
@@ -155,7 +177,10 @@ class _Recorded:
 
 
 def _telling_rows(gradients: ExampleGradients, has_gradient: Callable[[int], bool]) -> list[int]:
-    """Rows a, b, a of two different examples with gradients, if there are such; if there is one example, its row."""
+    """Rows a, b, a of two different examples with gradients, if there are such.
+
+    If there is one example, its row.
+    """
     count = len(gradients)
     spread = [round(k * (count - 1) / max(1, _CANDIDATES - 1)) for k in range(_CANDIDATES)]
     candidates = list(dict.fromkeys([0, count - 1, *spread]))
@@ -163,7 +188,9 @@ def _telling_rows(gradients: ExampleGradients, has_gradient: Callable[[int], boo
     tensors = (gradients.examples.z, *gradients.examples.tensors)
     telling: list[int] = []
     for row in candidates:
-        known = any(all(torch.equal(leaf[row], leaf[other]) for leaf in tensors) for other in telling)
+        known = any(
+            all(torch.equal(leaf[row], leaf[other]) for leaf in tensors) for other in telling
+        )
         if not known and has_gradient(row):
             telling.append(row)
         if len(telling) == 2:
@@ -174,7 +201,10 @@ def _telling_rows(gradients: ExampleGradients, has_gradient: Callable[[int], boo
 
 
 def _difference_nearby(part: ExampleGradients, probe: Tensor) -> str | None:
-    """The difference at slightly changed weights; None also if the model has no finite gradient there."""
+    """The difference at slightly changed weights.
+
+    None also if the model has no finite gradient there.
+    """
     source = torch.Generator(part.device).manual_seed(_PROBE_SEED)
 
     def moved(value: Tensor) -> Tensor:
@@ -189,8 +219,12 @@ def _difference_nearby(part: ExampleGradients, probe: Tensor) -> str | None:
     return _difference(near, _recorded(near, probe), plain)[0]
 
 
-def _difference(part: ExampleGradients, recorded: _Recorded, plain: _Plain) -> tuple[str | None, list[str]]:
-    """What the recorded pass and plain backward passes disagree on (None: nothing), and the parameters it misses."""
+def _difference(
+    part: ExampleGradients, recorded: _Recorded, plain: _Plain
+) -> tuple[str | None, list[str]]:
+    """What the recorded pass and plain backward passes disagree on (None: nothing), and the
+    parameters it misses.
+    """
     found = _apart(part, recorded, plain, _TOLERANCE.get(plain.gradients.dtype, 1e-3))
     if found[0] is None or not recorded.narrow:
         return found
@@ -203,12 +237,22 @@ def _apart(
 ) -> tuple[str | None, list[str]]:
     """:func:`_difference`, by more than this tolerance."""
     squares, summed = plain.gradients.square().sum(dim=1), plain.gradients.sum(dim=0)
-    if not torch.allclose(recorded.squares, squares, rtol=tolerance, atol=tolerance * float(squares.max())):
+    if not torch.allclose(
+        recorded.squares, squares, rtol=tolerance, atol=tolerance * float(squares.max())
+    ):
         apart = part.unflatten(recorded.summed - summed)
         sizes = {name: float(torch.linalg.vector_norm(value)) for name, value in apart.items()}
         names = [name for name, size in sizes.items() if size > tolerance * max(sizes.values())]
-        listed = f" of {', '.join(names[:_MOST_NAMES])}{', …' if len(names) > _MOST_NAMES else ''}" if names else ""
-        return f"the layers' calls do not account for the whole gradient{listed}, or the model mixes examples", names
+        listed = (
+            f" of {', '.join(names[:_MOST_NAMES])}{', …' if len(names) > _MOST_NAMES else ''}"
+            if names
+            else ""
+        )
+        return (
+            f"the layers' calls do not account for the whole gradient{listed}, or the model mixes "
+            "examples",
+            names,
+        )
 
     pairs = {
         "sums of gradients": (recorded.summed[None], summed[None]),
@@ -217,8 +261,12 @@ def _apart(
     }
     for name, (fast, true) in pairs.items():
         distance, size = (torch.linalg.vector_norm(values, dim=1) for values in (fast - true, true))
-        if not bool((distance <= 10 * tolerance * size.max()).all()):
-            return f"plain backward passes give other {name}: a layer's rule is wrong, or the model mixes examples", []
+        if not (distance <= 10 * tolerance * size.max()).all():
+            return (
+                f"plain backward passes give other {name}: a layer's rule is wrong, or the model "
+                "mixes examples",
+                [],
+            )
     return None, []
 
 
@@ -231,7 +279,9 @@ def _recorded(part: ExampleGradients, probe: Tensor) -> _Recorded:
             recording = record(part, z)
         attached = cut(recording)
         square = attached.squared_norm(held.term)
-        held.total += held.largest + sum(leaf.numel() * leaf.itemsize for leaf in attached.origins.values())
+        held.total += held.largest + sum(
+            leaf.numel() * leaf.itemsize for leaf in attached.origins.values()
+        )
         cotangents: Cotangents = {}
         square.add_derivative(cotangents)
         slopes = attached.pulled_back(cotangents).detach()
@@ -239,8 +289,12 @@ def _recorded(part: ExampleGradients, probe: Tensor) -> _Recorded:
         products = attached.pulled_back(cotangents).detach()
         sums = weighted_sum(recording, torch.ones(len(part), dtype=part.dtype, device=part.device))
 
-    summed = flatten({name: sums.get(name, torch.zeros_like(value)) for name, value in part.parameters.items()})
-    return _Recorded(square.total, slopes, products, summed, recording.calls, held.total, recording.narrow)
+    summed = flatten(
+        {name: sums.get(name, torch.zeros_like(value)) for name, value in part.parameters.items()}
+    )
+    return _Recorded(
+        square.total, slopes, products, summed, recording.calls, held.total, recording.narrow
+    )
 
 
 class _Held:
@@ -263,8 +317,11 @@ class _Held:
             pointer = tensor.untyped_storage().data_ptr()
             if pointer not in self._known:
                 self._known.add(pointer)
-                self.total += min(tensor.untyped_storage().nbytes(), tensor.numel() * tensor.itemsize)
-            return tensor.detach()  # attached, a node that keeps its own result would keep itself alive
+                self.total += min(
+                    tensor.untyped_storage().nbytes(), tensor.numel() * tensor.itemsize
+                )
+            # attached, a node that keeps its own result would keep itself alive
+            return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
@@ -288,7 +345,8 @@ class _Held:
 class _CastsToDouble(TorchFunctionMode):
     """Inside, a cast to a narrower floating-point type becomes a cast to float64.
 
-    Models contain casts: Llama casts to float32 in RMSNorm and for rotary positions, and masks have a fixed type.
+    Models contain casts: Llama casts to float32 in RMSNorm and for rotary positions, and masks have
+    a fixed type.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -296,15 +354,18 @@ class _CastsToDouble(TorchFunctionMode):
             return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
 
         func = Tensor.double if func in _CASTS else func
-        return func(*map(widened, args), **{name: widened(value) for name, value in (kwargs or {}).items()})
+        return func(
+            *map(widened, args), **{name: widened(value) for name, value in (kwargs or {}).items()}
+        )
 
 
 @contextlib.contextmanager
 def _in_double(gradients: ExampleGradients) -> Iterator[ExampleGradients]:
-    """The same examples and weights in float64, whatever casts the model contains: rounding errors are not compared.
+    """The same examples and weights in float64, whatever casts the model contains: rounding errors
+    are not compared.
 
-    The model is a throw-away copy: a module may keep a tensor of its first call. Changes that it makes to its buffers
-    are copied to the original buffers.
+    The model is a throw-away copy: a module may keep a tensor of its first call. Changes that it
+    makes to its buffers are copied to the original buffers.
     """
     model = models.copy_without_weights(gradients.model, keep_hooks=True)
     share_roles(gradients.model, model)

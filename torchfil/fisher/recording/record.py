@@ -1,12 +1,15 @@
-"""One forward and one backward pass over a batch that keep every layer's inputs and output gradients, differentiably.
+"""One forward and one backward pass over a batch that keep every layer's inputs and output
+gradients, differentiably.
 
-A layer's gradient for one example depends only on its input a_i and on the loss's gradient δ_i at its output. Both are
-recorded for the whole batch at once, as differentiable functions of the private coordinates z. Whatever the layer rules
-compute from them (norms, inner products) can therefore be differentiated with respect to z. The forward half,
-:func:`forward_pass`, needs no loss and may run earlier than the rest, :func:`backward_pass`.
+A layer's gradient for one example depends only on its input a_i and on the loss's gradient δ_i at
+its output. Both are recorded for the whole batch at once, as differentiable functions of the
+private coordinates z. Whatever the layer rules compute from them (norms, inner products) can
+therefore be differentiated with respect to z. The forward half, :func:`forward_pass`, needs no loss
+and may run earlier than the rest, :func:`backward_pass`.
 
-How a pass runs follows from ``gradients.facts``. If it shows something new about the model (a layer that is not called,
-a tensor that is overwritten, examples along another dimension), the facts are completed and the pass is run once more.
+How a pass runs follows from ``gradients.facts``. If it shows something new about the model (a layer
+that is not called, a tensor that is overwritten, examples along another dimension), the facts are
+completed and the pass is run once more.
 """
 
 from __future__ import annotations
@@ -40,8 +43,10 @@ class Recording:
         z: [batch, d].
         calls: In the order of the forward pass; calls for parameters outside layers come last.
         losses: ℓ of every example, [batch].
-        output_gradients: ∂ℓ_i/∂output_i for every tensor of the model's output, in order; 0 if not used.
-        narrow: Whether some call holds numbers with fewer digits than float32, which rules take in their wide form.
+        output_gradients: ∂ℓ_i/∂output_i for every tensor of the model's output, in order; 0 if not
+            used.
+        narrow: Whether some call holds numbers with fewer digits than float32, which rules take in
+            their wide form.
     """
 
     z: Tensor
@@ -53,7 +58,8 @@ class Recording:
 
 @dataclass(frozen=True)
 class RecordedForward:
-    """A forward pass over a batch at z, with the layers' inputs: the half of a recording that needs no loss.
+    """A forward pass over a batch at z, with the layers' inputs: the half of a recording that needs
+    no loss.
 
     Attributes:
         gradients: The examples with their model. Their loss and targets do not matter.
@@ -78,7 +84,9 @@ class RecordedForward:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A module whose uses are recorded: its name, its rule, and the model's names of its weights by local name."""
+    """A module whose uses are recorded: its name, its rule, and the model's names of its weights by
+    local name.
+    """
 
     name: str
     rule: LayerRule
@@ -88,12 +96,15 @@ class _Layer:
 
 @dataclass(frozen=True)
 class _Layers:
-    """What a recorded pass does with each module of a model; found once, from the model and the facts.
+    """What a recorded pass does with each module of a model.
+
+    Found once, from the model and the facts.
 
     Attributes:
         by_module: The modules whose calls are recorded or whose uses are reported.
         hooked: Those of them whose calls are recorded.
-        expected: Those of the hooked ones whose parameters would be watched if they were not called.
+        expected: Those of the hooked ones whose parameters would be watched if they were not
+            called.
         plain: The modules that hold watched parameters, which have no substitute.
         watched: The names of these parameters.
         dropout: A module with active dropout; None: there is none.
@@ -108,24 +119,28 @@ class _Layers:
 
 
 def record(gradients: ExampleGradients, z: Tensor, *, differentiable: bool = True) -> Recording:
-    """Run the batch forward and backward at z, [batch, d], keeping the graph if it will be differentiated further.
+    """Run the batch forward and backward at z, [batch, d], keeping the graph if it will be
+    differentiated further.
 
     Raises:
-        UnsupportedCallError: Dropout is active, or a module's output is not a tensor or does not run over the examples.
+        UnsupportedCallError: Dropout is active, or a module's output is not a tensor or does not
+            run over the examples.
     """
     return backward_pass(gradients, forward_pass(gradients, z), differentiable=differentiable)
 
 
 def forward_pass(gradients: ExampleGradients, z: Tensor, *, once: bool = False) -> RecordedForward:
-    """Run the batch forward at z, [batch, d], with ``gradients.parameters`` as weights, keeping the graph.
+    """Run the batch forward at z, [batch, d], with ``gradients.parameters`` as weights, keeping the
+    graph.
 
-    The model may be in use elsewhere: its hooks are called as usual, and it is left unchanged, even after an error.
-    Dropout uses the examples' masks; a pass that runs only once may draw its own.
+    The model may be in use elsewhere: its hooks are called as usual, and it is left unchanged, even
+    after an error. Dropout uses the examples' masks; a pass that runs only once may draw its own.
 
     Args:
         gradients: The examples with their model.
         z: Their private coordinates.
-        once: Whether the model must not be run a second time, in another way, if the first run does not work.
+        once: Whether the model must not be run a second time, in another way, if the first run does
+            not work.
 
     Raises:
         UnsupportedCallError: As in :func:`record`; or a second run would be needed.
@@ -133,14 +148,18 @@ def forward_pass(gradients: ExampleGradients, z: Tensor, *, once: bool = False) 
     while True:
         layers = _layers_of(gradients)
         if layers.dropout is not None and not (once or gradients.examples.masks):
-            raise UnsupportedCallError(f"{layers.dropout}: active dropout draws one mask for a batch")
+            raise UnsupportedCallError(
+                f"{layers.dropout}: active dropout draws one mask for a batch"
+            )
         with torch.enable_grad(), gradients.forward_state():
             overwrites = gradients.facts.overwrites
             uses = Uses(len(z), clone=overwrites, layouts=gradients.facts.layouts)
             outputs, targets, watched = _run(gradients, z, layers, uses)
 
             # One output may be made from another, and the loss may overwrite it.
-            outputs = map_tensors(Tensor.clone if overwrites else lambda leaf: leaf.view_as(leaf), outputs)
+            outputs = map_tensors(
+                Tensor.clone if overwrites else lambda leaf: leaf.view_as(leaf), outputs
+            )
         forward = RecordedForward(gradients, z, outputs, targets, uses, watched, layers, once)
         if not _shows_something_new(forward):
             return forward
@@ -148,7 +167,9 @@ def forward_pass(gradients: ExampleGradients, z: Tensor, *, once: bool = False) 
             raise _second_run(gradients)
 
 
-def backward_pass(gradients: ExampleGradients, forward: RecordedForward, *, differentiable: bool = True) -> Recording:
+def backward_pass(
+    gradients: ExampleGradients, forward: RecordedForward, *, differentiable: bool = True
+) -> Recording:
     """The other half: every example's loss, and the backward pass to the layers' outputs.
 
     Args:
@@ -157,8 +178,8 @@ def backward_pass(gradients: ExampleGradients, forward: RecordedForward, *, diff
         differentiable: Whether the recording will be differentiated further.
 
     Raises:
-        UnsupportedCallError: A layer's input or output is overwritten even in a pass with copies, or a second run would
-            be needed.
+        UnsupportedCallError: A layer's input or output is overwritten even in a pass with copies,
+            or a second run would be needed.
     """
     examples, z = gradients.examples, forward.z
     targets = forward.targets
@@ -173,7 +194,9 @@ def backward_pass(gradients: ExampleGradients, forward: RecordedForward, *, diff
 
     losses, deltas, at_outputs = found
     seen = {tensor.dtype for use in forward.uses.noted for tensor, _ in use.versions}
-    dtypes = seen.union([x.dtype for x in deltas], [value.dtype for value in gradients.parameters.values()])
+    dtypes = seen.union(
+        [x.dtype for x in deltas], [value.dtype for value in gradients.parameters.values()]
+    )
     narrow = not dtypes.isdisjoint((torch.bfloat16, torch.float16))
     return Recording(z, _calls(forward, deltas), losses, at_outputs, narrow)
 
@@ -181,9 +204,14 @@ def backward_pass(gradients: ExampleGradients, forward: RecordedForward, *, diff
 def _taken_back(
     gradients: ExampleGradients, forward: RecordedForward, targets: object, *, differentiable: bool
 ) -> tuple[Tensor, list[Tensor], tuple[Tensor, ...]] | None:
-    """The losses, δ at each use and meeting, and the gradients at the outputs; None: run it anew, as the facts say."""
+    """The losses, δ at each use and meeting, and the gradients at the outputs.
+
+    None: run it anew, as the facts say.
+    """
     facts, leaves = forward.gradients.facts, forward.watched.leaves
-    places = [use.output for use in forward.uses.noted] + [use.rows for use in forward.watched.meetings]
+    places = [use.output for use in forward.uses.noted] + [
+        use.rows for use in forward.watched.meetings
+    ]
     outputs = tensors_of(forward.outputs)
     ends = [output for output in outputs if output.requires_grad]
     with torch.enable_grad(), gradients.backward_state():
@@ -192,7 +220,9 @@ def _taken_back(
         if _learn_overwritten(forward):
             return None
         wanted = [*places, *ends, *leaves.values()]
-        to_all = torch.autograd.grad(losses.sum(), wanted, create_graph=differentiable, allow_unused=True)
+        to_all = torch.autograd.grad(
+            losses.sum(), wanted, create_graph=differentiable, allow_unused=True
+        )
 
     # A gradient that still reaches a watched parameter comes from a use that was not seen.
     to_leaves = to_all[len(places) + len(ends) :]
@@ -200,14 +230,23 @@ def _taken_back(
     if missed:
         _learn(facts, facts.whole, _holders_of(forward.gradients.model, missed))
         return None
-    deltas = [torch.zeros_like(x) if part is None else part for x, part in zip(places, to_all, strict=False)]
+    deltas = [
+        torch.zeros_like(x) if part is None else part
+        for x, part in zip(places, to_all, strict=False)
+    ]
     to_ends = iter(to_all[len(places) :])
     found = [(x, next(to_ends) if x.requires_grad else None) for x in outputs]
-    return losses, deltas, tuple(torch.zeros_like(x) if part is None else part.detach() for x, part in found)
+    return (
+        losses,
+        deltas,
+        tuple(torch.zeros_like(x) if part is None else part.detach() for x, part in found),
+    )
 
 
 def _second_run(gradients: ExampleGradients) -> UnsupportedCallError:
-    return UnsupportedCallError(f"{type(gradients.model).__name__} would have to be run a second time")
+    return UnsupportedCallError(
+        f"{type(gradients.model).__name__} would have to be run a second time"
+    )
 
 
 def _shows_something_new(forward: RecordedForward) -> bool:
@@ -217,10 +256,18 @@ def _shows_something_new(forward: RecordedForward) -> bool:
         return forward.once or learn_layouts(gradients)
     uncalled = layers.expected.difference([use.module for use in uses.noted])
     if uncalled and not forward.once:  # other modules may have used their parameters
-        _learn(gradients.facts, gradients.facts.watched, [layers.by_module[module].name for module in uncalled])
+        _learn(
+            gradients.facts,
+            gradients.facts.watched,
+            [layers.by_module[module].name for module in uncalled],
+        )
         return True
     if forward.watched.unserved:
-        _learn(gradients.facts, gradients.facts.whole, _holders_of(gradients.model, forward.watched.unserved))
+        _learn(
+            gradients.facts,
+            gradients.facts.whole,
+            _holders_of(gradients.model, forward.watched.unserved),
+        )
         return True
     return _learn_overwritten(forward)
 
@@ -231,22 +278,30 @@ def _learn_overwritten(forward: RecordedForward) -> bool:
     if not forward.uses.overwritten():
         return False
     if facts.overwrites:
-        raise UnsupportedCallError(f"{type(forward.gradients.model).__name__} or its loss overwrites what a layer saw")
+        raise UnsupportedCallError(
+            f"{type(forward.gradients.model).__name__} or its loss overwrites what a layer saw"
+        )
     facts.overwrites = True
     return True
 
 
 def _learn(facts: ModelFacts, treated: set[str], modules: Collection[str]) -> None:
-    """From now on, treat these modules so (``facts.whole`` or ``watched``); the layouts must then be learned again."""
+    """From now on, treat these modules so (``facts.whole`` or ``watched``).
+
+    The layouts must then be learned again.
+    """
     treated.update(modules)
     facts.layouts = None
     facts.layers.clear()
 
 
 def watch_parameters(gradients: ExampleGradients, names: Collection[str]) -> bool:
-    """From now on, watch each use of these parameters instead of their layers' calls; return whether that was new.
+    """From now on, watch each use of these parameters instead of their layers' calls.
 
-    This is for a model that uses them without calling their layers: ``F.linear(x, self.layer.weight)``.
+    Return whether that was new.
+
+    This is for a model that uses them without calling their layers: ``F.linear(x,
+    self.layer.weight)``.
     """
     layers = set(_holders_of(gradients.model, names))
     new = not layers <= gradients.facts.watched
@@ -255,9 +310,12 @@ def watch_parameters(gradients: ExampleGradients, names: Collection[str]) -> boo
 
 
 def learn_layouts(gradients: ExampleGradients) -> bool:
-    """Find the dimension of the examples in layers' outputs, by passes over two and three; return whether it was new.
+    """Find the dimension of the examples in layers' outputs, by passes over two and three.
 
-    If a layer is called without the examples (for example on a range of positions), its parameters are watched instead.
+    Return whether it was new.
+
+    If a layer is called without the examples (for example on a range of positions), its parameters
+    are watched instead.
     """
     facts = gradients.facts
     if facts.layouts is not None:
@@ -270,18 +328,28 @@ def learn_layouts(gradients: ExampleGradients) -> bool:
             repeated = replace(gradients, examples=gradients.examples[rows])
             uses = Uses(count, learning=True)
             with torch.enable_grad(), gradients.forward_state():
-                _run(repeated, repeated.examples.z.detach().requires_grad_(), _layers_of(gradients), uses)
+                _run(
+                    repeated,
+                    repeated.examples.z.detach().requires_grad_(),
+                    _layers_of(gradients),
+                    uses,
+                )
             shapes.append(uses.shapes)
         layouts = layouts_of(*shapes)
         without = {name for name, dims in layouts.items() if name in modules and None in dims}
         if without <= facts.watched:
             facts.layouts = layouts
             return True
-        _learn(facts, facts.watched, without)  # watch where their parameters meet the examples later
+        # watch where their parameters meet the examples later
+        _learn(facts, facts.watched, without)
 
 
-def _run(gradients: ExampleGradients, z: Tensor, layers: _Layers, uses: Uses) -> tuple[Any, Any, WatchedParameters]:
-    """The model's outputs, the targets, and what happened to parameters outside layers; ``uses`` notes the layers."""
+def _run(
+    gradients: ExampleGradients, z: Tensor, layers: _Layers, uses: Uses
+) -> tuple[Any, Any, WatchedParameters]:
+    """The model's outputs, the targets, and what happened to parameters outside layers; ``uses``
+    notes the layers.
+    """
     examples, model = gradients.examples, gradients.model
     args, kwargs, targets, offsets = examples.restore(z, examples.public)
 
@@ -299,19 +367,37 @@ def _run(gradients: ExampleGradients, z: Tensor, layers: _Layers, uses: Uses) ->
             handed_on = uses.take(Use(name, module, args, kwargs, first, dim))
             return (handed_on, *output[1:]) if isinstance(output, tuple) else handed_on
 
-    def listener(module: nn.Module, rule: LayerRule, a: Tensor, output: Tensor, reported: Mapping[str, str]) -> None:
+    def listener(
+        module: nn.Module, rule: LayerRule, a: Tensor, output: Tensor, reported: Mapping[str, str]
+    ) -> None:
         if uses.learning:
             return
         if len(output) % max(1, len(z)):
-            raise UnsupportedCallError(f"a {type(module).__name__} is given {len(output)} rows for {len(z)} examples")
+            raise UnsupportedCallError(
+                f"a {type(module).__name__} is given {len(output)} rows for {len(z)} examples"
+            )
         given = a.clone() if gradients.facts.overwrites else a
-        uses.note(Use(layers.by_module[module].name, module, (given,), {}, output, rule=rule, reported=reported))
+        uses.note(
+            Use(
+                layers.by_module[module].name,
+                module,
+                (given,),
+                {},
+                output,
+                rule=rule,
+                reported=reported,
+            )
+        )
 
-    watched = WatchedParameters({name: gradients.parameters[name] for name in layers.watched}, (args, kwargs), uses)
+    watched = WatchedParameters(
+        {name: gradients.parameters[name] for name in layers.watched}, (args, kwargs), uses
+    )
     weights = {**gradients.parameters, **gradients.constants, **watched.leaves}
     with contextlib.ExitStack() as stack:
         for module in layers.hooked:  # before the user's hooks, which may change an output
-            stack.callback(module.register_forward_hook(hook, with_kwargs=True, prepend=True).remove)
+            stack.callback(
+                module.register_forward_hook(hook, with_kwargs=True, prepend=True).remove
+            )
         if offsets:
             stack.enter_context(added_to_outputs(model, offsets))
         stack.enter_context(with_substitutes(model, layers.plain, z.device.type))
@@ -326,7 +412,9 @@ def _run(gradients: ExampleGradients, z: Tensor, layers: _Layers, uses: Uses) ->
 
 
 def _not_one_per_example(module: nn.Module, what: str) -> UnsupportedCallError:
-    return UnsupportedCallError(f"a {type(module).__name__} has an output ({what}) that is not one per example")
+    return UnsupportedCallError(
+        f"a {type(module).__name__} has an output ({what}) that is not one per example"
+    )
 
 
 def _layers_of(gradients: ExampleGradients) -> _Layers:
@@ -338,10 +426,11 @@ def _layers_of(gradients: ExampleGradients) -> _Layers:
 
 
 def _find_layers(gradients: ExampleGradients) -> _Layers:
-    """The modules that hold trainable parameters are recorded, report their uses, or have their parameters watched.
+    """The modules that hold trainable parameters are recorded, report their uses, or have their
+    parameters watched.
 
-    Attention treated as a whole also holds its children's parameters. A parameter that recorded and other modules hold
-    is watched.
+    Attention treated as a whole also holds its children's parameters. A parameter that recorded and
+    other modules hold is watched.
     """
     model, facts = gradients.model, gradients.facts
     names = {module: name for name, module in model.named_modules()}
@@ -350,11 +439,14 @@ def _find_layers(gradients: ExampleGradients) -> _Layers:
     bare = {id(value) for module in plain for value in module.parameters(recurse=False)}
     holding = {m for m in hooked if not bare.isdisjoint(map(id, m.parameters(recurse=False)))}
 
-    trainable = {name: value for name, value in model.named_parameters() if name in gradients.parameters}
+    trainable = {
+        name: value for name, value in model.named_parameters() if name in gradients.parameters
+    }
     watched = tuple(name for name, value in trainable.items() if id(value) in bare)
     own = {id(value): name for name, value in trainable.items() if name not in watched}
     by_module = {
-        module: _layer(gradients, module, names[module], own, module in whole) for module in (*hooked, *reporting)
+        module: _layer(gradients, module, names[module], own, module in whole)
+        for module in (*hooked, *reporting)
     }
     expected = frozenset(module for module in hooked if names[module] not in facts.whole)
     without = frozenset(m for m in (*plain, *holding) if not isinstance(m, nn.MultiheadAttention))
@@ -365,12 +457,16 @@ def _find_layers(gradients: ExampleGradients) -> _Layers:
 def _sorted_modules(
     gradients: ExampleGradients, names: Mapping[nn.Module, str], whole: Collection[nn.Module]
 ) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
-    """The modules with trainable parameters: recorded, reporting their uses, and with parameters to be watched."""
+    """The modules with trainable parameters: recorded, reporting their uses, and with parameters to
+    be watched.
+    """
     facts = gradients.facts
     inside = {child for module in whole for child in module.modules() if child is not module}
     hooked, reporting, plain = list[nn.Module](), list[nn.Module](), list[nn.Module]()
     for module, name in names.items():
-        if module in inside or not any(p.requires_grad for p in module.parameters(recurse=module in whole)):
+        if module in inside or not any(
+            p.requires_grad for p in module.parameters(recurse=module in whole)
+        ):
             continue
         ruled = module in whole or not isinstance(rule_for(module), GenericRule)
         if reports_uses(module):
@@ -382,7 +478,9 @@ def _sorted_modules(
     return hooked, reporting, plain
 
 
-def _layer(gradients: ExampleGradients, module: nn.Module, name: str, own: Mapping[int, str], whole: bool) -> _Layer:
+def _layer(
+    gradients: ExampleGradients, module: nn.Module, name: str, own: Mapping[int, str], whole: bool
+) -> _Layer:
     """A recorded module; ``own`` are the names of parameters that are not watched, by id."""
     kept = module.named_parameters(recurse=whole, remove_duplicate=not reports_uses(module))
     parameters = {local: own[id(value)] for local, value in kept if id(value) in own}
@@ -402,17 +500,25 @@ def _is_whole(module: nn.Module, seen_whole: bool) -> bool:
 def _holders_of(model: nn.Module, names: Collection[str]) -> list[str]:
     """The modules that hold these parameters, under whatever name."""
     wanted = {id(value) for name, value in model.named_parameters() if name in names}
-    return [name for name, m in model.named_modules() if any(id(p) in wanted for p in m.parameters(recurse=False))]
+    return [
+        name
+        for name, m in model.named_modules()
+        if any(id(p) in wanted for p in m.parameters(recurse=False))
+    ]
 
 
 def losses_of(loss_fn: LossFunction, outputs: object, targets: object) -> Tensor:
-    """ℓ of every example, [batch], in float32 or wider; under autocast it is computed in float32, as torch does.
+    """ℓ of every example, [batch], in float32 or wider.
 
-    Outputs and targets are trees. Anything in them that is not a tensor (a cache of keys and values), or that is a
-    single number, is shared by all examples.
+    Under autocast it is computed in float32, as torch does.
+
+    Outputs and targets are trees. Anything in them that is not a tensor (a cache of keys and
+    values), or that is a single number, is shared by all examples.
     """
     if getattr(loss_fn, "is_models_own", False):
-        raise UnsupportedCallError("the model computes its loss itself, as one number for a whole batch")
+        raise UnsupportedCallError(
+            "the model computes its loss itself, as one number for a whole batch"
+        )
     if hasattr(loss_fn, "by_example"):  # of several rows, which it maps over itself
         return wide(loss_fn.by_example(outputs, targets))
     if autocast_now(tensors_of(outputs)[0].device) is not None:
@@ -421,20 +527,35 @@ def losses_of(loss_fn: LossFunction, outputs: object, targets: object) -> Tensor
     by_row = [tensor.ndim > 0 for tensor in tensors]
 
     def one(*rows: Tensor) -> Tensor:
-        left = iter([row.unsqueeze(0) if mapped else row for row, mapped in zip(rows, by_row, strict=True)])
+        left = iter(
+            [row.unsqueeze(0) if mapped else row for row, mapped in zip(rows, by_row, strict=True)]
+        )
         return loss_fn(*map_tensors(lambda _: next(left), (outputs, targets))).reshape(())
 
     try:
-        losses: Tensor = vmap(one, in_dims=tuple([0 if mapped else None for mapped in by_row]))(*tensors)
-    except RuntimeError:  # a loss that vmap does not support, such as weighted cross-entropy with smoothed labels
+        losses: Tensor = vmap(one, in_dims=tuple([0 if mapped else None for mapped in by_row]))(
+            *tensors
+        )
+    except RuntimeError:
+        # a loss that vmap does not support, such as weighted cross-entropy with smoothed labels
         count = next(len(tensor) for tensor in tensors if tensor.ndim)
-        losses = torch.stack([one(*(tensor[i] if tensor.ndim else tensor for tensor in tensors)) for i in range(count)])
+        losses = torch.stack(
+            [
+                one(*(tensor[i] if tensor.ndim else tensor for tensor in tensors))
+                for i in range(count)
+            ]
+        )
     return wide(losses)
 
 
 def _calls(forward: RecordedForward, deltas: list[Tensor]) -> tuple[Call, ...]:
     """The calls of the layers, from their uses and δ at each use's output."""
-    gradients, batch, uses, leaves = forward.gradients, len(forward.z), forward.uses.noted, forward.watched.leaves
+    gradients, batch, uses, leaves = (
+        forward.gradients,
+        len(forward.z),
+        forward.uses.noted,
+        forward.watched.leaves,
+    )
     weights = {**gradients.constants, **gradients.parameters}
     calls = []
 
@@ -448,7 +569,10 @@ def _calls(forward: RecordedForward, deltas: list[Tensor]) -> tuple[Call, ...]:
             layer = forward.layers.by_module[use.module]
             rule, names, constants = use.rule or layer.rule, layer.parameters, layer.constants
             if use.reported is not None:  # it concerns only some of the module's parameters
-                names, constants = {local: names[name] for local, name in use.reported.items() if name in names}, {}
+                names, constants = (
+                    {local: names[name] for local, name in use.reported.items() if name in names},
+                    {},
+                )
         if names:
             own = {local: weights[name] for local, name in names.items()}
             fixed = {local: weights[name] for local, name in constants.items()} if constants else {}
@@ -459,18 +583,25 @@ def _calls(forward: RecordedForward, deltas: list[Tensor]) -> tuple[Call, ...]:
     # parameters outside layers come last
     for meeting, delta in zip(forward.watched.meetings, deltas[len(uses) :], strict=True):
         rule = ParameterRule(meeting.value, {name: leaves[name] for name in meeting.names})
-        own, names = {name: weights[name] for name in meeting.names}, {name: name for name in meeting.names}
+        own, names = (
+            {name: weights[name] for name in meeting.names},
+            {name: name for name in meeting.names},
+        )
         rows = by_example(delta, meeting.dim, batch)
         calls.append(Call(", ".join(names), gradients.model, rule, (), {}, rows, own, {}, names))
     return tuple(calls)
 
 
 def _operation(use: Use, leaves: Mapping[str, Tensor]) -> tuple[LayerRule, dict[str, str]]:
-    """Rule and parameters of an operation with watched weights; its layer's rule serves parameters directly."""
+    """Rule and parameters of an operation with watched weights.
+
+    Its layer's rule serves parameters directly.
+    """
     by_id = {id(leaf): name for name, leaf in leaves.items()}
     names = {local: by_id[id(value)] for local, value in use.values.items() if id(value) in by_id}
     assert use.rule is not None
     if len(names) == len(use.values):
         return use.rule, names
-    names = {name: name for name in use.name.split(", ")}  # functions of parameters: gradients by the model's names
+    # functions of parameters: gradients by the model's names
+    names = {name: name for name in use.name.split(", ")}
     return ReparametrisedRule(use.rule, use.values, {name: leaves[name] for name in names}), names

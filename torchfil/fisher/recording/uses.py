@@ -1,10 +1,12 @@
-"""The uses of layers and parameters in a forward pass, before their δ is known, and where the examples lie in them.
+"""The uses of layers and parameters in a forward pass, before their δ is known, and where the
+examples lie in them.
 
-A module without a rule may use a parameter θ anywhere: as the scale of a branch, a table of positions, a class token.
-A function of θ alone, θ′ = f(θ) (slices, views, an exponential), is the same for all examples. When θ′ meets something
-that depends on the examples, in an elementwise operation or a concatenation, every example gets a separate view of θ′.
-The gradient at that view is this example's gradient, and the derivative of f takes it back to θ. If θ′ is the weight of
-an operation that is a layer in itself (``F.linear``), that layer's rule serves it.
+A module without a rule may use a parameter θ anywhere: as the scale of a branch, a table of
+positions, a class token. A function of θ alone, θ′ = f(θ) (slices, views, an exponential), is the
+same for all examples. When θ′ meets something that depends on the examples, in an elementwise
+operation or a concatenation, every example gets a separate view of θ′. The gradient at that view is
+this example's gradient, and the derivative of f takes it back to θ. If θ′ is the weight of an
+operation that is a layer in itself (``F.linear``), that layer's rule serves it.
 """
 
 from __future__ import annotations
@@ -23,10 +25,24 @@ from torchfil.fisher.rules.base import LayerRule
 from torchfil.fisher.rules.parameters import Operation, operation_of
 from torchfil.utils.trees import map_tensors, tensors_of
 
-Layouts = Mapping[str, tuple[int | None, ...]]  # by layer, the examples' dimension in each call's output; None: none
+# by layer, the examples' dimension in each call's output; None: none
+Layouts = Mapping[str, tuple[int | None, ...]]
 
 _ELEMENTWISE = frozenset(
-    {"add", "addcmul", "clamp", "div", "expand_as", "lerp", "maximum", "minimum", "mul", "pow", "rsub", "sub"}
+    {
+        "add",
+        "addcmul",
+        "clamp",
+        "div",
+        "expand_as",
+        "lerp",
+        "maximum",
+        "minimum",
+        "mul",
+        "pow",
+        "rsub",
+        "sub",
+    }
     | {"true_divide", "where"}
 )
 _TYPE_OF_ANOTHER = frozenset({"to", "type_as"})  # the other arguments' values do not matter
@@ -59,7 +75,8 @@ class Use:
         dim: The dimension of the examples in inputs and output; an example may have several rows.
         rule: The rule of an operation or of a reported use; None: the module's rule.
         values: For an operation, its watched weights by local name: functions of parameters.
-        reported: For a use that a module has reported, its parameters' names in the module by their names in the rule.
+        reported: For a use that a module has reported, its parameters' names in the module by their
+            names in the rule.
         versions: Its inputs and output, and how often each had been changed in place.
     """
 
@@ -93,17 +110,24 @@ class Uses:
     Args:
         batch: The number of examples.
         clone: Whether to copy inputs and outputs, because the model overwrites them.
-        layouts: Where the examples lie, as far as known; None: they are expected in the first dimension.
+        layouts: Where the examples lie, as far as known; None: they are expected in the first
+            dimension.
         learning: Whether to note only the outputs' shapes.
 
     Attributes:
         noted: The uses in order.
         shapes: The outputs' shapes by name, in order.
-        layout_unknown: Whether some output does not have the examples first although the layouts are unknown.
+        layout_unknown: Whether some output does not have the examples first although the layouts
+            are unknown.
     """
 
     def __init__(
-        self, batch: int, *, clone: bool = False, layouts: Layouts | None = None, learning: bool = False
+        self,
+        batch: int,
+        *,
+        clone: bool = False,
+        layouts: Layouts | None = None,
+        learning: bool = False,
     ) -> None:
         self.batch, self.learning = batch, learning
         self.noted: list[Use] = []
@@ -113,7 +137,10 @@ class Uses:
         self._calls: Counter[str] = Counter()
 
     def dim_of_examples(self, name: str, shape: torch.Size) -> int | None:
-        """The dimension of the examples in the next output of that name; None: there is none, or it is unknown."""
+        """The dimension of the examples in the next output of that name.
+
+        None: there is none, or it is unknown.
+        """
         if self.learning:
             self.shapes.setdefault(name, []).append(shape)
         if self._layouts is None or name not in self._layouts:
@@ -123,7 +150,9 @@ class Uses:
         turn, self._calls[name] = self._calls[name], self._calls[name] + 1
         dims = self._layouts[name]
         dim = dims[min(turn, len(dims) - 1)]
-        return dim if (dim is not None and len(shape) > dim and shape[dim] % self.batch == 0) else None
+        return (
+            dim if (dim is not None and len(shape) > dim and shape[dim] % self.batch == 0) else None
+        )
 
     def take(self, use: Use) -> Tensor:
         """Note a use; return the tensor that the model continues with instead of its output."""
@@ -133,19 +162,26 @@ class Uses:
         if self._clone:
             use.args, use.kwargs = map_tensors(Tensor.clone, (use.args, use.kwargs))
         self.note(use)
-        return use.output.clone() if self._clone or constant else use.output  # a leaf must not be changed in place
+        # a leaf must not be changed in place
+        return use.output.clone() if self._clone or constant else use.output
 
     def note(self, use: Use) -> None:
         """Note a use with the versions of its tensors."""
-        use.versions += [(tensor, tensor._version) for tensor in tensors_of((use.output, use.args, use.kwargs))]
+        use.versions += [
+            (tensor, tensor._version) for tensor in tensors_of((use.output, use.args, use.kwargs))
+        ]
         self.noted.append(use)
 
     def overwritten(self) -> bool:
         """Whether an input or an output of a layer has been changed in place since it was noted."""
-        return any(tensor._version != version for use in self.noted for tensor, version in use.versions)
+        return any(
+            tensor._version != version for use in self.noted for tensor, version in use.versions
+        )
 
 
-def layouts_of(two: Mapping[str, list[torch.Size]], three: Mapping[str, list[torch.Size]]) -> Layouts:
+def layouts_of(
+    two: Mapping[str, list[torch.Size]], three: Mapping[str, list[torch.Size]]
+) -> Layouts:
     """Where the examples lie, from the shapes of passes over two and over three examples.
 
     Example:
@@ -172,7 +208,8 @@ class ParameterUse:
 
     Attributes:
         rows: A view of the value for each example, [batch, …]; a leaf.
-        value: θ′, attached to the parameters. Broadcast, with the examples first, it gives ``rows``; it has no batch.
+        value: θ′, attached to the parameters. Broadcast, with the examples first, it gives
+            ``rows``; it has no batch.
         names: The names of the parameters.
         dim: The dimension of the examples in ``rows``; an example may have several rows.
     """
@@ -184,12 +221,14 @@ class ParameterUse:
 
 
 class WatchedParameters(TorchFunctionMode):
-    """Inside, if a model is called with :attr:`leaves` as its parameters, each example meets its own view of them.
+    """Inside, if a model is called with :attr:`leaves` as its parameters, each example meets its
+    own view of them.
 
     Guarantees:
         * The model's outputs are unchanged.
-        * A use that is not understood is left as it is. Its parameter's name is then in :attr:`unserved`; or, if the
-          use cannot be seen from here (an autograd function), the loss has a gradient at the parameter's leaf.
+        * A use that is not understood is left as it is. Its parameter's name is then in
+          :attr:`unserved`; or, if the use cannot be seen from here (an autograd function), the loss
+          has a gradient at the parameter's leaf.
 
     Args:
         parameters: θ by name.
@@ -220,7 +259,11 @@ class WatchedParameters(TorchFunctionMode):
         tensors = tensors_of((args, kwargs))
         ours = [tensor for tensor in tensors if id(tensor) in self._functions]
         looked_at = tensors[:1] if func.__name__ in _TYPE_OF_ANOTHER else tensors
-        others = any(self._depends_on_examples(tensor) for tensor in looked_at if id(tensor) not in self._functions)
+        others = any(
+            self._depends_on_examples(tensor)
+            for tensor in looked_at
+            if id(tensor) not in self._functions
+        )
         if ours and others:
             operation = operation_of(func, args, kwargs)
             if operation is not None and self._understands(operation):
@@ -241,29 +284,48 @@ class WatchedParameters(TorchFunctionMode):
 
     def _names(self, tensors: Iterable[Tensor]) -> tuple[str, ...]:
         """The names of the parameters that these tensors are functions of."""
-        functions = [self._functions[id(tensor)] for tensor in tensors if id(tensor) in self._functions]
+        functions = [
+            self._functions[id(tensor)] for tensor in tensors if id(tensor) in self._functions
+        ]
         return tuple(dict.fromkeys(name for _, names in functions for name in names))
 
     def _understands(self, operation: Operation) -> bool:
         """Whether its input depends on the examples, and its weights do not."""
-        others = [weight for weight in operation.weights.values() if id(weight) not in self._functions]
-        return id(operation.input) not in self._functions and not any(map(self._depends_on_examples, others))
+        others = [
+            weight for weight in operation.weights.values() if id(weight) not in self._functions
+        ]
+        return id(operation.input) not in self._functions and not any(
+            map(self._depends_on_examples, others)
+        )
 
     def _used(self, operation: Operation) -> Tensor:
-        """The operation's output with constant weights, and the use noted if the examples' dimension is known."""
+        """The operation's output with constant weights, and the use noted if the examples'
+        dimension is known.
+        """
         names, weights = ", ".join(self._names(operation.weights.values())), operation.weights
         output = operation.run({local: weight.detach() for local, weight in weights.items()})
-        dim = self._uses.dim_of_examples(f"{names} ({type(operation.module).__name__})", output.shape)
+        dim = self._uses.dim_of_examples(
+            f"{names} ({type(operation.module).__name__})", output.shape
+        )
         if self._uses.learning or dim is None:
             self.unserved.update(self._names(weights.values()))
             return output
-        values = {local: weight for local, weight in weights.items() if id(weight) in self._functions}
-        use = Use(names, operation.module, (operation.input,), {}, output, dim, operation.rule, values)
+        values = {
+            local: weight for local, weight in weights.items() if id(weight) in self._functions
+        }
+        use = Use(
+            names, operation.module, (operation.input,), {}, output, dim, operation.rule, values
+        )
         return self._uses.take(use)
 
-    def _met(self, operation: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any]:
+    def _met(
+        self, operation: str, args: Any, kwargs: Any, tensors: list[Tensor]
+    ) -> tuple[Any, Any]:
         """The arguments, with functions of parameters replaced by a view for every example."""
-        in_place, operation = operation.endswith("_") and not operation.startswith("_"), operation.strip("_")
+        in_place, operation = (
+            operation.endswith("_") and not operation.startswith("_"),
+            operation.strip("_"),
+        )
         shape = self._met_in(operation, args, kwargs, tensors)
         served = (shape is not None or operation in _JOINING) and "out" not in kwargs
         served = served and not (in_place and id(args[0]) in self._functions)
@@ -280,20 +342,31 @@ class WatchedParameters(TorchFunctionMode):
 
         return map_tensors(rows_of, (args, kwargs))
 
-    def _met_in(self, operation: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> torch.Size | None:
-        """The shape that functions of parameters are broadcast to (for products, without the last two); None: none."""
+    def _met_in(
+        self, operation: str, args: Any, kwargs: Any, tensors: list[Tensor]
+    ) -> torch.Size | None:
+        """The shape that functions of parameters are broadcast to (for products, without the last
+        two); None: none.
+        """
         if operation in _ELEMENTWISE:
             return torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
         if operation in _PRODUCTS and all(tensor.ndim > 1 for tensor in tensors):
             return torch.broadcast_shapes(*(tensor.shape[:-2] for tensor in tensors))
         if operation == _ATTENTION:  # a bias that is added to the scores
             given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-            if not any(id(given.get(name)) in self._functions for name in ("query", "key", "value")):
+            if not any(
+                id(given.get(name)) in self._functions for name in ("query", "key", "value")
+            ):
                 return torch.Size((*given["query"].shape[:-1], given["key"].shape[-2]))
         return None
 
-    def _meeting(self, tensor: Tensor, shape: torch.Size | None, operation: str) -> ParameterUse | None:
-        """The meeting in a shape from :meth:`_met_in`; None if the examples' dimension is not known."""
+    def _meeting(
+        self, tensor: Tensor, shape: torch.Size | None, operation: str
+    ) -> ParameterUse | None:
+        """The meeting in a shape from :meth:`_met_in`.
+
+        None if the examples' dimension is not known.
+        """
         if shape is None or operation in _PRODUCTS:
             shape = tensor.shape if shape is None else torch.Size((*shape, *tensor.shape[-2:]))
         names = self._functions[id(tensor)][1]
@@ -306,9 +379,16 @@ class WatchedParameters(TorchFunctionMode):
                 return None
             value = tensor.reshape(aligned).narrow(dim, 0, shape[dim] // self._uses.batch)
         if dim > 0:
-            value = value.reshape(value.shape if value.ndim == len(shape) else aligned).movedim(dim, 0)
+            value = value.reshape(value.shape if value.ndim == len(shape) else aligned).movedim(
+                dim, 0
+            )
         return ParameterUse(tensor.detach().expand(shape).requires_grad_(), value, names, dim)
 
 
 def _takes_the_shape_only(operation: str) -> bool:
-    return operation.startswith("new_") or operation in ("empty_like", "full_like", "ones_like", "zeros_like")
+    return operation.startswith("new_") or operation in (
+        "empty_like",
+        "full_like",
+        "ones_like",
+        "zeros_like",
+    )

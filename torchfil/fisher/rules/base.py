@@ -1,12 +1,15 @@
-"""Layer rules: how to compute an example's gradient, and its norm, from a layer's input a and output gradient δ.
+"""Layer rules: how to compute an example's gradient, and its norm, from a layer's input a and
+output gradient δ.
 
-A layer that applies its weight W at T positions t (pixels, tokens) has the gradient Σ_t δ_t a_tᵀ, and
+A layer that applies its weight W at T positions t (pixels, tokens) has the gradient Σ_t δ_t a_tᵀ,
+and
 
     ‖Σ_t δ_t a_tᵀ‖² = Σ_{t,s} (δ_t·δ_s)(a_t·a_s).
 
-This is the Gram form, with T²(p_in + p_out) operations; forming the gradient takes T·p_in·p_out. The rule chooses the
-cheaper one. Every formula is differentiable in a and δ. Each file of this folder holds one family of layers: its rule
-and, if torch's own second derivative is slow, a substitute for its forward pass.
+This is the Gram form, with T²(p_in + p_out) operations; forming the gradient takes T·p_in·p_out.
+The rule chooses the cheaper one. Every formula is differentiable in a and δ. Each file of this
+folder holds one family of layers: its rule and, if torch's own second derivative is slow, a
+substitute for its forward pass.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ class Call:
         constants: Its other parameters and buffers by local name.
         shared_names: The model's name of each trainable parameter; tied weights share one name.
         memo: Results that a rule has computed for this call and may use again.
-        narrow: The call as it was recorded, if this one is its :meth:`wide` form; None: this is the recorded one.
+        narrow: The call as it was recorded, if this one is its :meth:`wide` form; None: this is the
+            recorded one.
     """
 
     name: str
@@ -65,16 +69,26 @@ class Call:
         """a, the first positional input, [batch, …].
 
         Raises:
-            UnsupportedCallError: It is not a tensor, or its first dimension does not run over the examples.
+            UnsupportedCallError: It is not a tensor, or its first dimension does not run over the
+                examples.
         """
         value = self.args[0] if self.args else None
-        if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != self.delta.shape[0]:
-            raise UnsupportedCallError(f"{self.name}: the first dimension of its input does not run over the examples")
+        if (
+            not isinstance(value, Tensor)
+            or value.ndim == 0
+            or value.shape[0] != self.delta.shape[0]
+        ):
+            raise UnsupportedCallError(
+                f"{self.name}: the first dimension of its input does not run over the examples"
+            )
         return value
 
     @cached_property
     def leaves(self) -> tuple[Tensor, ...]:
-        """Its inputs and δ, if they can be differentiated; an input that is passed twice appears once."""
+        """Its inputs and δ, if they can be differentiated.
+
+        An input that is passed twice appears once.
+        """
         if self.narrow is not None:
             return self.narrow.leaves
         return tuple({id(value): value for value in self._tensors if value.requires_grad}.values())
@@ -82,10 +96,14 @@ class Call:
     @cached_property
     def is_wide(self) -> bool:
         """Whether :meth:`wide` is the call itself."""
-        return REDUCED.isdisjoint([value.dtype for value in (*self._tensors, *self.parameters.values())])
+        return REDUCED.isdisjoint(
+            [value.dtype for value in (*self._tensors, *self.parameters.values())]
+        )
 
     def wide(self) -> Call:
-        """The same call in float32 or wider, so that rules lose no digits in norms and sums; itself if it is wide.
+        """The same call in float32 or wider, so that rules lose no digits in norms and sums.
+
+        Itself if it is wide.
 
         The leaves remain those of the recorded call; the wide tensors are attached to them.
         """
@@ -94,10 +112,20 @@ class Call:
         with torch.enable_grad():
             args, kwargs, delta = map_tensors(wide, (self.args, dict(self.kwargs), self.delta))
         own, fixed = map_tensors(wide, (self.parameters, self.constants))
-        return replace(self, args=args, kwargs=kwargs, delta=delta, parameters=own, constants=fixed, narrow=self)
+        return replace(
+            self,
+            args=args,
+            kwargs=kwargs,
+            delta=delta,
+            parameters=own,
+            constants=fixed,
+            narrow=self,
+        )
 
     def by_row(self) -> Call:
-        """The call with the rows of all examples as its batch, if δ and inputs are [batch, k, …]."""
+        """The call with the rows of all examples as its batch, if δ and inputs are [batch, k,
+        …].
+        """
         rows = self.delta.shape[:2]
 
         def flat(value: Tensor) -> Tensor:
@@ -120,15 +148,19 @@ class Call:
 
 
 class LayerRule:
-    """The gradient of one call with respect to its trainable parameters; subclasses may have a cheaper norm.
+    """The gradient of one call with respect to its trainable parameters.
+
+    Subclasses may have a cheaper norm.
 
     Calls arrive in float32 or wider.
 
     Attributes:
-        narrow_probes: Whether :meth:`inner` also accepts calls in the recorded dtype, if probes need no more digits.
+        narrow_probes: Whether :meth:`inner` also accepts calls in the recorded dtype, if probes
+            need no more digits.
         parameter_names: The local names of the parameters that it supports; None: any.
         words: What :func:`torchfil.check` calls it; empty: the class's name.
-        takes_rows: Whether an example may have several rows, [batch, k, …]; else :class:`SummedRule` adds them up.
+        takes_rows: Whether an example may have several rows, [batch, k, …]; else
+            :class:`SummedRule` adds them up.
     """
 
     words = ""
@@ -145,16 +177,20 @@ class LayerRule:
         return total_square(self.gradients(call).values(), call.delta)
 
     def products(self, call: Call, other: Call) -> Tensor:
-        """‖g‖², ‖g′‖² and ⟨g, g′⟩, [3, batch], where g′ are the same examples' gradients in another pass.
+        """‖g‖², ‖g′‖² and ⟨g, g′⟩, [3, batch], where g′ are the same examples' gradients in another
+        pass.
 
-        All three are computed in the same form, so that ‖g − g′‖², made from them, has only their rounding errors.
+        All three are computed in the same form, so that ‖g − g′‖², made from them, has only their
+        rounding errors.
         """
         return products_of(self.gradients(call), self.gradients(other), call.delta)
 
     def inner(self, call: Call, direction: Mapping[str, Tensor]) -> tuple[Tensor, Derivatives]:
-        """⟨gradient, u⟩, [batch], and the derivatives of Σ_i ⟨gradient_i, u⟩ at the call's inputs and δ.
+        """⟨gradient, u⟩, [batch], and the derivatives of Σ_i ⟨gradient_i, u⟩ at the call's inputs
+        and δ.
 
-        Every operation on u is linear in u, and none is recorded, so this may be mapped over many u.
+        Every operation on u is linear in u, and none is recorded, so this may be mapped over many
+        u.
 
         Args:
             call: The call.
@@ -171,21 +207,33 @@ class LayerRule:
                 cotangents.append(direction[name].expand(gradient.shape))
         if not outputs:
             return value, []
-        derivatives = torch.autograd.grad(outputs, call.leaves, cotangents, retain_graph=True, allow_unused=True)
-        return value, [(leaf, part) for leaf, part in zip(call.leaves, derivatives, strict=True) if part is not None]
+        derivatives = torch.autograd.grad(
+            outputs, call.leaves, cotangents, retain_graph=True, allow_unused=True
+        )
+        return value, [
+            (leaf, part)
+            for leaf, part in zip(call.leaves, derivatives, strict=True)
+            if part is not None
+        ]
 
     def squares_lightly(self, call: Call) -> bool:
         """Whether the graph of :meth:`squared_norm` needs less memory than its derivatives."""
         return False
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
-        """Σ_i weight_i · gradient_i by local parameter name, for weights [batch]; not differentiable."""
+        """Σ_i weight_i · gradient_i by local parameter name, for weights [batch].
+
+        Not differentiable.
+        """
         with torch.no_grad():
-            return {name: torch.einsum("i,i...", weight, g) for name, g in self.gradients(call).items()}
+            return {
+                name: torch.einsum("i,i...", weight, g) for name, g in self.gradients(call).items()
+            }
 
 
 class SummedRule(LayerRule):
-    """A layer that is called on several rows of each example, by a rule that knows single rows: their gradients add up.
+    """A layer that is called on several rows of each example, by a rule that knows single rows:
+    their gradients add up.
 
     Args:
         rule: The rule.
@@ -197,7 +245,10 @@ class SummedRule(LayerRule):
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """Σ over rows."""
         by_row = self.rule.gradients(call.by_row())
-        return {name: each.unflatten(0, call.delta.shape[:2]).sum(dim=1) for name, each in by_row.items()}
+        return {
+            name: each.unflatten(0, call.delta.shape[:2]).sum(dim=1)
+            for name, each in by_row.items()
+        }
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
         """As in :class:`LayerRule`, by the rule of a row."""
@@ -206,11 +257,16 @@ class SummedRule(LayerRule):
 
 def total_square(gradients: Iterable[Tensor], like: Tensor) -> Tensor:
     """Σ ‖gradient‖² over tensors [batch, …], [batch], in the dtype of ``like``."""
-    return sum((g.reshape(len(g), -1).square().sum(dim=1) for g in gradients), start=like.new_zeros(len(like)))
+    return sum(
+        (g.reshape(len(g), -1).square().sum(dim=1) for g in gradients),
+        start=like.new_zeros(len(like)),
+    )
 
 
 def products_of(own: Mapping[str, Tensor], other: Mapping[str, Tensor], like: Tensor) -> Tensor:
-    """‖g‖², ‖g′‖² and ⟨g, g′⟩ of gradients by name, [batch, …] each, [3, batch], in the dtype of ``like``."""
+    """‖g‖², ‖g′‖² and ⟨g, g′⟩ of gradients by name, [batch, …] each, [3, batch], in the dtype of
+    ``like``.
+    """
     total = like.new_zeros(3, len(like))
     for name, gradient in own.items():
         g, h = gradient.flatten(1), other[name].flatten(1)
@@ -219,7 +275,8 @@ def products_of(own: Mapping[str, Tensor], other: Mapping[str, Tensor], like: Te
 
 
 class LinearInWeightsRule(LayerRule):
-    """Layers whose output is jointly linear in their parameters: ⟨g, u⟩ = ⟨δ, layer(a; weights := u)⟩.
+    """Layers whose output is jointly linear in their parameters: ⟨g, u⟩ = ⟨δ, layer(a; weights :=
+    u)⟩.
 
     Attributes:
         channels: The dimension of the channels in the output.
@@ -229,7 +286,9 @@ class LinearInWeightsRule(LayerRule):
     parameter_names = frozenset({"weight", "bias"})
 
     def inner(self, call: Call, direction: Mapping[str, Tensor]) -> tuple[Tensor, Derivatives]:
-        """As in :class:`LayerRule`, by the layer with u as its weights, and its backward pass from δ."""
+        """As in :class:`LayerRule`, by the layer with u as its weights, and its backward pass from
+        δ.
+        """
         delta = call.delta.detach()
         if "weight" in direction:
             with torch.no_grad():
@@ -241,7 +300,8 @@ class LinearInWeightsRule(LayerRule):
         derivatives = [(call.delta, output)] if call.delta.requires_grad else []
         if call.input.requires_grad and "weight" in direction:
             derivatives.append((call.input, self.input_grad(call, direction, delta)))
-        by_position = (wide(delta) * output).sum(dim=self.channels)  # reductions then follow the memory order
+        # reductions then follow the memory order
+        by_position = (wide(delta) * output).sum(dim=self.channels)
         return by_position.reshape(len(delta), -1).sum(dim=1), derivatives
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
@@ -254,7 +314,10 @@ class LinearInWeightsRule(LayerRule):
 
 
 class OuterProductRule(LinearInWeightsRule):
-    """A weight with the gradient Σ_t δ_t a_tᵀ, and a bias with Σ_t δ_t, in groups; subclasses arrange a and δ."""
+    """A weight with the gradient Σ_t δ_t a_tᵀ, and a bias with Σ_t δ_t, in groups.
+
+    Subclasses arrange a and δ.
+    """
 
     def factors(self, call: Call) -> tuple[Tensor, Tensor]:
         """a as [batch, groups, T, p_in] and δ as [batch, groups, T, p_out]."""
@@ -265,7 +328,9 @@ class OuterProductRule(LinearInWeightsRule):
         a, delta = self.factors(call)
         result = {}
         if "weight" in call.parameters:
-            result["weight"] = batched_product(delta.mT, a).reshape(len(a), *call.parameters["weight"].shape)
+            result["weight"] = batched_product(delta.mT, a).reshape(
+                len(a), *call.parameters["weight"].shape
+            )
         if "bias" in call.parameters:
             result["bias"] = delta.sum(dim=2).flatten(1)
         return result
@@ -282,7 +347,9 @@ class OuterProductRule(LinearInWeightsRule):
         if weight and positions * (p_in + p_out) < p_in * p_out:
             result = (gram(a) * gram(delta)).sum(dim=(1, 2, 3))
         elif weight:  # copy the narrower one, if a copy is needed
-            gradient = batched_product(a.mT, delta) if p_out <= p_in else batched_product(delta.mT, a)
+            gradient = (
+                batched_product(a.mT, delta) if p_out <= p_in else batched_product(delta.mT, a)
+            )
             result = gradient.square().sum(dim=(1, 2, 3))
         if bias:
             result = result + delta.sum(dim=2).square().sum(dim=(1, 2))
@@ -296,7 +363,9 @@ class OuterProductRule(LinearInWeightsRule):
             if "weight" in call.parameters:
                 result["weight"] = self.weight_grad(call, delta)
             if "bias" in call.parameters:
-                result["bias"] = delta.sum(dim=[k for k in range(delta.ndim) if k != self.channels % delta.ndim])
+                result["bias"] = delta.sum(
+                    dim=[k for k in range(delta.ndim) if k != self.channels % delta.ndim]
+                )
         return result
 
     def weight_grad(self, call: Call, delta: Tensor) -> Tensor:
@@ -306,7 +375,11 @@ class OuterProductRule(LinearInWeightsRule):
     def squares_lightly(self, call: Call) -> bool:
         """True in the Gram form: its matrices have T² numbers, fewer than the T·p of a and δ."""
         a, delta = call.input, call.delta
-        positions, p_in, p_out = delta[0].numel() // delta.shape[self.channels], a.shape[-1], delta.shape[-1]
+        positions, p_in, p_out = (
+            delta[0].numel() // delta.shape[self.channels],
+            a.shape[-1],
+            delta.shape[-1],
+        )
         in_gram_form = "weight" in call.parameters and positions * (p_in + p_out) < p_in * p_out
         return self.channels == -1 and in_gram_form and 4 * positions < p_in + p_out
 
@@ -317,7 +390,9 @@ class OuterProductRule(LinearInWeightsRule):
         if positions > 1 and positions * (p_in + p_out) >= p_in * p_out:
             return super().products(call, other)
         total = delta.new_zeros(3, len(delta))
-        for k, (x, y, d, e) in enumerate(((a, a, delta, delta), (b, b, epsilon, epsilon), (a, b, delta, epsilon))):
+        for k, (x, y, d, e) in enumerate(
+            ((a, a, delta, delta), (b, b, epsilon, epsilon), (a, b, delta, epsilon))
+        ):
             if "weight" in call.parameters:
                 total[k] = (batched_product(x, y.mT) * batched_product(d, e.mT)).sum(dim=(1, 2, 3))
             if "bias" in call.parameters:
@@ -334,7 +409,8 @@ def register_rule(kind: type[nn.Module] | str, rule: LayerRule, *, overwrite: bo
     The rule of ``nn.Module`` serves all classes without their own.
 
     Args:
-        kind: The class; or its full name, if its library may be missing: ``transformers.pytorch_utils.Conv1D``.
+        kind: The class; or its full name, if its library may be missing:
+            ``transformers.pytorch_utils.Conv1D``.
         rule: The rule.
         overwrite: Whether to replace the class's current rule.
 
@@ -345,9 +421,12 @@ def register_rule(kind: type[nn.Module] | str, rule: LayerRule, *, overwrite: bo
 
 
 def rule_for(module: nn.Module) -> LayerRule:
-    """The rule of the module's class, or of the base class whose forward pass it keeps; otherwise the generic rule.
+    """The rule of the module's class, or of the base class whose forward pass it keeps.
 
-    A module whose weight is a function of other parameters (weight normalisation, pruning) gets the generic rule.
+    Otherwise the generic rule.
+
+    A module whose weight is a function of other parameters (weight normalisation, pruning) gets the
+    generic rule.
     """
     rule = _RULES.find(type(module))
     assert rule is not None  # at least that of nn.Module

@@ -1,7 +1,9 @@
-"""Convolutions: their rule, and a forward pass whose second derivative with respect to the input costs one convolution.
+"""Convolutions: their rule, and a forward pass whose second derivative with respect to the input
+costs one convolution.
 
-torch's derivative of ``convolution_backward`` always computes the derivative with respect to the weight as well, which
-is the slowest one on a GPU. Here weights are constants, and this derivative is left out.
+torch's derivative of ``convolution_backward`` always computes the derivative with respect to the
+weight as well, which is the slowest one on a GPU. Here weights are constants, and this derivative
+is left out.
 
 The rule multiplies δ with the patches of the input that the convolution sees.
 """
@@ -17,17 +19,32 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torchfil.fisher.models import autocast_inputs
-from torchfil.fisher.rules.base import Call, Derivatives, OuterProductRule, UnsupportedCallError, register_rule
-from torchfil.fisher.rules.substitutes import Function, kernels_for, products_of_patches, register_substitute
+from torchfil.fisher.rules.base import (
+    Call,
+    Derivatives,
+    OuterProductRule,
+    UnsupportedCallError,
+    register_rule,
+)
+from torchfil.fisher.rules.substitutes import (
+    Function,
+    kernels_for,
+    products_of_patches,
+    register_substitute,
+)
 
-_Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]  # stride, padding, dilation, groups
-_Walk = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # size, stride, dilation, padding
+# stride, padding, dilation, groups
+_Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+# size, stride, dilation, padding
+_Walk = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 _MANY_CHANNELS = 8  # input channels: with fewer, CPUs have no fast kernel for the backward pass
-_MOST_TAPS = 64  # our kernels are unrolled tap by tap; compiling one for a 16×16 patch takes minutes
+# our kernels are unrolled tap by tap; compiling one for a 16×16 patch takes minutes
+_MOST_TAPS = 64
 
 
 class ConvolutionRule(OuterProductRule):
-    """Convolutions in one, two or three dimensions, with stride, padding of any mode, dilation and groups.
+    """Convolutions in one, two or three dimensions, with stride, padding of any mode, dilation and
+    groups.
 
     Products of patches have the precision that the user has set for convolutions.
     """
@@ -54,7 +71,10 @@ class ConvolutionRule(OuterProductRule):
         flat = call.by_row()
         value, derivatives = super().inner(flat, direction)
         of_call = {id(flat.delta): call.delta, id(flat.input): call.input}
-        parts = [(of_call[id(leaf)], part.unflatten(0, call.delta.shape[:2])) for leaf, part in derivatives]
+        parts = [
+            (of_call[id(leaf)], part.unflatten(0, call.delta.shape[:2]))
+            for leaf, part in derivatives
+        ]
         return value.unflatten(0, call.delta.shape[:2]).sum(dim=1), parts
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
@@ -86,7 +106,11 @@ class ConvolutionRule(OuterProductRule):
     def factors(self, call: Call) -> tuple[Tensor, Tensor]:
         """Patches and δ by group and position."""
         module: Any = call.module
-        flat, rows = (call.by_row(), call.delta.shape[:2]) if _has_rows(call) else (call, (len(call.delta), 1))
+        flat, rows = (
+            (call.by_row(), call.delta.shape[:2])
+            if _has_rows(call)
+            else (call, (len(call.delta), 1))
+        )
         shape = (*rows, module.groups, -1, flat.delta.shape[2:].numel())
         both = (values.reshape(shape) for values in (patches(module, flat.input), flat.delta))
         a, delta = (values.permute(0, 2, 3, 1, 4).flatten(3, 4).mT for values in both)
@@ -99,7 +123,9 @@ def _has_rows(call: Call) -> bool:
 
 
 def _padded(module: Any, a: Tensor) -> tuple[Tensor, _Geometry]:
-    """The input, padded unless the convolution itself pads it with zeros, and the convolution's geometry after that."""
+    """The input, padded unless the convolution itself pads it with zeros, and the convolution's
+    geometry after that.
+    """
     if a.ndim != 2 + len(module.kernel_size):
         raise UnsupportedCallError("a convolution of inputs without a batch dimension")
     padding = module.padding
@@ -111,14 +137,19 @@ def _padded(module: Any, a: Tensor) -> tuple[Tensor, _Geometry]:
 
 
 class _Patches(Function):
-    """a ↦ its patches, [batch, channels·kernel, positions]; backwards, each number sums over its patches."""
+    """a ↦ its patches, [batch, channels·kernel, positions].
+
+    Backwards, each number sums over its patches.
+    """
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, walk: _Walk) -> Tensor:
         ctx.walk, ctx.shape = walk, a.shape
         size = walk[0]
         if _side_by_side(a.shape, walk):
-            view = a.reshape(*a.shape[:2], -1, size[0], a.shape[3] // size[1], size[1]).permute(0, 1, 3, 5, 2, 4)
+            view = a.reshape(*a.shape[:2], -1, size[0], a.shape[3] // size[1], size[1]).permute(
+                0, 1, 3, 5, 2, 4
+            )
         elif (kernels := _kernels_for(a, walk)) is not None:
             view = kernels.unfold_patches(a.contiguous(), *walk)
         else:
@@ -139,7 +170,9 @@ class _Patches(Function):
 
 
 def _side_by_side(shape: torch.Size, walk: _Walk) -> bool:
-    """Whether patches tile the image, as in a vision transformer: each number belongs to one patch."""
+    """Whether patches tile the image, as in a vision transformer: each number belongs to one
+    patch.
+    """
     size, stride, dilation, padding = walk
     whole = shape[2] % size[0] == 0 and shape[3] % size[1] == 0
     return whole and size == stride and dilation == (1, 1) and padding == (0, 0)
@@ -150,16 +183,24 @@ def _kernels_for(a: Tensor, walk: _Walk) -> Any:
 
 
 def _unfolded(a: Tensor, walk: _Walk) -> Tensor:
-    """Patches in any number of dimensions, as a view of the padded input: [batch, channels, *kernel, *positions]."""
+    """Patches in any number of dimensions, as a view of the padded input: [batch, channels,
+    *kernel, *positions].
+    """
     size, stride, dilation, padding = walk
-    view, axes = F.pad(a, [pad for pad in reversed(padding) for _ in range(2)]) if any(padding) else a, len(size)
+    view, axes = (
+        F.pad(a, [pad for pad in reversed(padding) for _ in range(2)]) if any(padding) else a,
+        len(size),
+    )
     for i in range(axes):
         view = view.unfold(2 + i, dilation[i] * (size[i] - 1) + 1, stride[i])[..., :: dilation[i]]
     return view.permute(0, 1, *range(2 + axes, 2 + 2 * axes), *range(2, 2 + axes))
 
 
 def patches(module: Any, a: Tensor) -> Tensor:
-    """The input's patches as the module walks over it, [batch, channels·kernel, positions]; differentiable once."""
+    """The input's patches as the module walks over it, [batch, channels·kernel, positions].
+
+    Differentiable once.
+    """
     a, (stride, padding, dilation, _) = _padded(module, a)
     walk = (module.kernel_size, stride, dilation, padding)
     if isinstance(module, nn.Conv2d):
@@ -176,7 +217,9 @@ class _Convolution(Function):
     def forward(a: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry) -> Tensor:
         stride, padding, dilation, groups = geometry
         zeros = [0] * len(stride)
-        return torch.ops.aten.convolution(a, weight, bias, stride, padding, dilation, False, zeros, groups)
+        return torch.ops.aten.convolution(
+            a, weight, bias, stride, padding, dilation, False, zeros, groups
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -203,7 +246,8 @@ class _Transposed(Function):
                 columns = weight.flatten(1).mT @ delta.flatten(2)
                 return F.fold(columns, shape[2:], weight.shape[2:], dilation, padding, stride)
             around = [size - 1 - pad for size, pad in zip(weight.shape[2:], padding, strict=True)]
-            if {*stride, *dilation} == {1} and min(around) >= 0:  # for this convolution, CPUs have a fast kernel
+            # for this convolution, CPUs have a fast kernel
+            if {*stride, *dilation} == {1} and min(around) >= 0:
                 return F.conv2d(delta, weight.flip(2, 3).transpose(0, 1), padding=around)
         return _pulled_back(0, delta, delta.new_empty(1).expand(shape), weight, geometry)
 
@@ -221,7 +265,11 @@ class _Transposed(Function):
 def _pulled_back(to: int, delta: Tensor, a: Tensor, weight: Tensor, geometry: _Geometry) -> Tensor:
     """δ, taken back through a convolution: to its inputs (0) or its weights (1)."""
     stride, padding, dilation, groups = geometry
-    zeros, wanted, back = [0] * len(stride), [to == k for k in range(3)], torch.ops.aten.convolution_backward
+    zeros, wanted, back = (
+        [0] * len(stride),
+        [to == k for k in range(3)],
+        torch.ops.aten.convolution_backward,
+    )
     return back(delta, a, weight, None, stride, padding, dilation, False, zeros, groups, wanted)[to]
 
 
@@ -235,7 +283,11 @@ def _substitute(module: Any) -> Callable[..., Tensor]:
     def conv_forward(a: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         batched = a.ndim == 2 + len(module.kernel_size)
         a, weight, bias = autocast_inputs(a, weight, bias)
-        return convolve(module, a, weight, bias) if batched else type(module)._conv_forward(module, a, weight, bias)
+        return (
+            convolve(module, a, weight, bias)
+            if batched
+            else type(module)._conv_forward(module, a, weight, bias)
+        )
 
     return conv_forward
 

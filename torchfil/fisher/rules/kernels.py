@@ -1,7 +1,9 @@
-"""GPU kernels in Triton for computations that take torch many small steps, or that are slow in torch.
+"""GPU kernels in Triton for computations that take torch many small steps, or that are slow in
+torch.
 
-Each has a counterpart in plain torch next to its caller, which other devices use and tests compare it with. Import this
-module only through :func:`torchfil.fisher.rules.substitutes.kernels_for`, because Triton may be missing.
+Each has a counterpart in plain torch next to its caller, which other devices use and tests compare
+it with. Import this module only through :func:`torchfil.fisher.rules.substitutes.kernels_for`,
+because Triton may be missing.
 """
 
 from __future__ import annotations
@@ -118,7 +120,11 @@ def _unfold_kernel(
             h, w = top + i * DILATION_H, left + j * DILATION_W
             there = inside & (h >= 0) & (h < height) & (w >= 0) & (w < width)
             value = tl.load(a_at + image * height * width + h * width + w, mask=there, other=0.0)
-            tl.store(out_at + (image * KERNEL_H * KERNEL_W + i * KERNEL_W + j) * size + position, value, mask=inside)
+            tl.store(
+                out_at + (image * KERNEL_H * KERNEL_W + i * KERNEL_W + j) * size + position,
+                value,
+                mask=inside,
+            )
 
 
 @triton.jit
@@ -146,8 +152,11 @@ def _fold_kernel(
     tl.store(out_at + image * size + pixel, total, mask=inside)
 
 
-def group_pulled(gamma: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int) -> Tensor:
-    """P(γ·weight) of :mod:`torchfil.fisher.rules.normalisation`, for contiguous γ and x, [batch, channels, positions].
+def group_pulled(
+    gamma: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int
+) -> Tensor:
+    """P(γ·weight) of :mod:`torchfil.fisher.rules.normalisation`, for contiguous γ and x, [batch,
+    channels, positions].
 
     Mean and scale are [batch, groups], weight [channels].
     """
@@ -157,7 +166,13 @@ def group_pulled(gamma: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: 
 
 
 def group_pulled_twice(
-    gamma: Tensor, w: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, groups: int
+    gamma: Tensor,
+    w: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    weight: Tensor | None,
+    groups: int,
 ) -> _Tensors:
     """The derivatives of ⟨w, P(γ·weight)⟩ with respect to γ and x, each of x's shape."""
     results = torch.empty_like(x), torch.empty_like(x)
@@ -165,48 +180,95 @@ def group_pulled_twice(
     return results
 
 
-def _over_groups(kernel: Any, given: tuple[Tensor, ...], weight: Tensor | None, groups: int, results: Any) -> None:
+def _over_groups(
+    kernel: Any, given: tuple[Tensor, ...], weight: Tensor | None, groups: int, results: Any
+) -> None:
     """Launch a kernel for each group of channels of each example."""
     batch, channels, positions = results[0].shape
     size = channels // groups * positions
     block = min(triton.next_power_of_2(size), _LARGEST_BLOCK)
     kernel[(batch * groups,)](
-        *given, given[0] if weight is None else weight, *results, size, positions, channels // groups, groups,
-        HAS_WEIGHT=weight is not None, BLOCK=block, num_warps=_warps(block),
-    )  # fmt: skip
+        *given,
+        given[0] if weight is None else weight,
+        *results,
+        size,
+        positions,
+        channels // groups,
+        groups,
+        HAS_WEIGHT=weight is not None,
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
 
 
 _Pair = tuple[int, int]
 
 
-def unfold_patches(a: Tensor, kernel: _Pair, stride: _Pair, dilation: _Pair, padding: _Pair) -> Tensor:
-    """``F.unfold``, [batch, channels·kernel, positions], of a contiguous [batch, channels, height, width]."""
+def unfold_patches(
+    a: Tensor, kernel: _Pair, stride: _Pair, dilation: _Pair, padding: _Pair
+) -> Tensor:
+    """``F.unfold``, [batch, channels·kernel, positions], of a contiguous [batch, channels, height,
+    width].
+    """
     batch, channels, height, width = a.shape
     walk = (kernel, stride, dilation, padding)
     outputs = _outputs(a.shape[2:], *walk)
     out = a.new_empty(batch, channels * kernel[0] * kernel[1], outputs[0] * outputs[1])
-    _over_images(_unfold_kernel, a, out, batch * channels, outputs[0] * outputs[1], (height, width, *outputs), walk)
+    _over_images(
+        _unfold_kernel,
+        a,
+        out,
+        batch * channels,
+        outputs[0] * outputs[1],
+        (height, width, *outputs),
+        walk,
+    )
     return out
 
 
 def fold_patches(
-    columns: Tensor, shape: torch.Size, kernel: _Pair, stride: _Pair, dilation: _Pair, padding: _Pair
+    columns: Tensor,
+    shape: torch.Size,
+    kernel: _Pair,
+    stride: _Pair,
+    dilation: _Pair,
+    padding: _Pair,
 ) -> Tensor:
-    """``F.fold`` of contiguous columns, [batch, channels·kernel, positions], into [batch, channels, *shape]."""
-    walk, channels = (kernel, stride, dilation, padding), columns.shape[1] // (kernel[0] * kernel[1])
+    """``F.fold`` of contiguous columns, [batch, channels·kernel, positions], into [batch, channels,
+    *shape].
+    """
+    walk, channels = (
+        (kernel, stride, dilation, padding),
+        columns.shape[1] // (kernel[0] * kernel[1]),
+    )
     out = columns.new_empty(len(columns), channels, *shape)
     numbers = (shape[1], *_outputs(shape, *walk))
-    _over_images(_fold_kernel, columns, out, len(columns) * channels, shape[0] * shape[1], numbers, walk)
+    _over_images(
+        _fold_kernel, columns, out, len(columns) * channels, shape[0] * shape[1], numbers, walk
+    )
     return out
 
 
-def _over_images(kernel: Any, given: Tensor, out: Tensor, images: int, size: int, numbers: Any, walk: Any) -> None:
+def _over_images(
+    kernel: Any, given: Tensor, out: Tensor, images: int, size: int, numbers: Any, walk: Any
+) -> None:
     """Launch a kernel for blocks of the ``size`` results of each image."""
     block = min(triton.next_power_of_2(size), _ELEMENTWISE_BLOCK)
     kernel[(images, triton.cdiv(size, block))](
-        given, out, size, *numbers, *chain(*walk), BLOCK=block, num_warps=max(1, min(4, block // 128))
+        given,
+        out,
+        size,
+        *numbers,
+        *chain(*walk),
+        BLOCK=block,
+        num_warps=max(1, min(4, block // 128)),
     )
 
 
-def _outputs(shape: torch.Size, kernel: _Pair, stride: _Pair, dilation: _Pair, padding: _Pair) -> tuple[int, ...]:
-    return tuple((n + 2 * padding[k] - dilation[k] * (kernel[k] - 1) - 1) // stride[k] + 1 for k, n in enumerate(shape))
+def _outputs(
+    shape: torch.Size, kernel: _Pair, stride: _Pair, dilation: _Pair, padding: _Pair
+) -> tuple[int, ...]:
+    return tuple(
+        (n + 2 * padding[k] - dilation[k] * (kernel[k] - 1) - 1) // stride[k] + 1
+        for k, n in enumerate(shape)
+    )

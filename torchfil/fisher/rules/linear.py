@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchfil.fisher.models import probe_inputs
-from torchfil.fisher.rules.base import Call, LinearInWeightsRule, OuterProductRule, UnsupportedCallError, register_rule
+from torchfil.fisher.rules.base import (
+    Call,
+    LinearInWeightsRule,
+    OuterProductRule,
+    UnsupportedCallError,
+    register_rule,
+)
 from torchfil.fisher.rules.substitutes import batched_product, gram
 
 
@@ -36,7 +42,9 @@ class LinearRule(OuterProductRule):
     def factors(self, call: Call) -> tuple[Tensor, Tensor]:
         """All dimensions between batch and channels are positions."""
         a, delta = call.input, call.delta
-        return a.reshape(len(a), 1, -1, a.shape[-1]), delta.reshape(len(delta), 1, -1, delta.shape[-1])
+        return a.reshape(len(a), 1, -1, a.shape[-1]), delta.reshape(
+            len(delta), 1, -1, delta.shape[-1]
+        )
 
 
 class TransposedLinearRule(LinearRule):
@@ -47,7 +55,9 @@ class TransposedLinearRule(LinearRule):
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """Σ_t a_t δ_tᵀ and Σ_t δ_t of every example."""
-        return _transposed(super().gradients(replace(call, parameters=_transposed(call.parameters))))
+        return _transposed(
+            super().gradients(replace(call, parameters=_transposed(call.parameters)))
+        )
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
         """aU + b."""
@@ -68,7 +78,9 @@ def _transposed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class EmbeddingRule(LinearInWeightsRule):
-    """Rows of a table, from tokens [batch, …] to [batch, …, width]: ‖g‖² = Σ_{t,s} 1[token_t = token_s] δ_t·δ_s."""
+    """Rows of a table, from tokens [batch, …] to [batch, …, width]: ‖g‖² = Σ_{t,s} 1[token_t =
+    token_s] δ_t·δ_s.
+    """
 
     words = "embedding, closed form"
     takes_rows = True
@@ -78,26 +90,36 @@ class EmbeddingRule(LinearInWeightsRule):
         tokens, delta = self._layout(call)
         table = call.parameters["weight"]
         empty = delta.new_zeros(len(delta), *table.shape)
-        return {"weight": empty.scatter_add(1, tokens[:, :, None].expand(-1, -1, table.shape[1]), delta)}
+        return {
+            "weight": empty.scatter_add(1, tokens[:, :, None].expand(-1, -1, table.shape[1]), delta)
+        }
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
         """As in :class:`LayerRule`, added to the table's rows."""
         with torch.no_grad():
             tokens, delta = self._layout(call)
             empty = torch.zeros_like(call.parameters["weight"])
-            return {"weight": empty.index_add(0, tokens.flatten(), (delta * weight[:, None, None]).flatten(0, 1))}
+            return {
+                "weight": empty.index_add(
+                    0, tokens.flatten(), (delta * weight[:, None, None]).flatten(0, 1)
+                )
+            }
 
     def squared_norm(self, call: Call) -> Tensor:
         """From products of δ with itself: no table per example is formed."""
         tokens, delta = self._layout(call)
-        return (gram(delta) * (tokens[:, :, None] == tokens[:, None, :]).to(delta.dtype)).sum(dim=(1, 2))
+        return (gram(delta) * (tokens[:, :, None] == tokens[:, None, :]).to(delta.dtype)).sum(
+            dim=(1, 2)
+        )
 
     def products(self, call: Call, other: Call) -> Tensor:
         """As in :class:`LayerRule`: no table per example is formed."""
         own, others = self._layout(call), self._layout(other)
         found = []
         for (t, d), (s, e) in ((own, own), (others, others), (own, others)):
-            found.append((batched_product(d, e.mT) * (t[:, :, None] == s[:, None, :])).sum(dim=(1, 2)))
+            found.append(
+                (batched_product(d, e.mT) * (t[:, :, None] == s[:, None, :])).sum(dim=(1, 2))
+            )
         return torch.stack(found)
 
     def output(self, call: Call, direction: Mapping[str, Tensor]) -> Tensor:
@@ -112,7 +134,9 @@ class EmbeddingRule(LinearInWeightsRule):
         module = call.module
         assert isinstance(module, nn.Embedding)
         if module.max_norm is not None or module.scale_grad_by_freq:
-            raise UnsupportedCallError(f"{call.name}: max_norm and scale_grad_by_freq change the gradient")
+            raise UnsupportedCallError(
+                f"{call.name}: max_norm and scale_grad_by_freq change the gradient"
+            )
         tokens = call.input.reshape(len(call.delta), -1)
         delta = call.delta.reshape(*tokens.shape, -1)
         if module.padding_idx is not None:

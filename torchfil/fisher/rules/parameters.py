@@ -1,7 +1,9 @@
-"""What has no rule of its own: any other layer, parameters that meet the examples directly, layers called as functions.
+"""What has no rule of its own: any other layer, parameters that meet the examples directly, layers
+called as functions.
 
-The last two concern only watched parameters (:mod:`torchfil.fisher.recording.uses`). A function such as
-``F.linear(x, weight)`` corresponds to a layer with the same geometry and no weights; the layer's rule does the rest.
+The last two concern only watched parameters (:mod:`torchfil.fisher.recording.uses`). A function
+such as ``F.linear(x, weight)`` corresponds to a layer with the same geometry and no weights; the
+layer's rule does the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
 from torchfil.fisher.models import Replaced, weights_kept, wide
-from torchfil.fisher.rules.base import Call, LayerRule, UnsupportedCallError, register_rule, rule_for
+from torchfil.fisher.rules.base import (
+    Call,
+    LayerRule,
+    UnsupportedCallError,
+    register_rule,
+    rule_for,
+)
 from torchfil.fisher.rules.convolution import convolve
 from torchfil.fisher.rules.linear import TransposedLinearRule
 from torchfil.fisher.rules.normalisation import group_norm
@@ -27,7 +35,9 @@ _roles: WeakKeyDictionary[nn.Module, dict[int | str, str]] = WeakKeyDictionary()
 
 
 def share_roles(model: nn.Module, copied: nn.Module) -> None:
-    """Whatever calls of a copy's modules show about their arguments holds for the model's modules as well."""
+    """Whatever calls of a copy's modules show about their arguments holds for the model's modules
+    as well.
+    """
     for own, other in zip(model.modules(), copied.modules(), strict=True):
         _roles[other] = _roles.setdefault(own, {})
 
@@ -35,8 +45,9 @@ def share_roles(model: nn.Module, copied: nn.Module) -> None:
 class GenericRule(LayerRule):
     """Any module: its own vector-Jacobian product, example by example (vmapped).
 
-    An argument's length shows whether it has a row for each example or is shared by all. If a shared argument happens
-    to have the batch's length, an earlier call decides, usually the trial with two examples.
+    An argument's length shows whether it has a row for each example or is shared by all. If a
+    shared argument happens to have the batch's length, an earlier call decides, usually the trial
+    with two examples.
     """
 
     words = "none: gradients formed example by example (vmap)"
@@ -49,9 +60,13 @@ class GenericRule(LayerRule):
 
         def one(args: Any, kwargs: Any, delta: Tensor) -> dict[str, Tensor]:
             def output(parameters: dict[str, Tensor]) -> Tensor:
-                single = tuple(x[None] if dim == 0 else x for x, dim in zip(args, of_args, strict=True))
+                single = tuple(
+                    x[None] if dim == 0 else x for x, dim in zip(args, of_args, strict=True)
+                )
                 named = {name: x[None] if of_kwargs[name] == 0 else x for name, x in kwargs.items()}
-                weights = {f"module.{name}": value for name, value in (parameters | call.constants).items()}
+                weights = {
+                    f"module.{name}": value for name, value in (parameters | call.constants).items()
+                }
                 result = functional_call(module, weights, single, named)
                 return result[0] if isinstance(result, tuple) else result
 
@@ -62,27 +77,45 @@ class GenericRule(LayerRule):
             with weights_kept(module), Replaced(_WEIGHTS_APART):
                 return mapped(call.args, dict(call.kwargs), call.delta)
         except RuntimeError as error:
-            raise UnsupportedCallError(f"{call.name} ({type(call.module).__name__}): {error}") from error
+            raise UnsupportedCallError(
+                f"{call.name} ({type(call.module).__name__}): {error}"
+            ) from error
 
 
 def _weights_apart(function: Any, names: tuple[str, ...], *args: Any, **kwargs: Any) -> Tensor:
-    """layer_norm or instance_norm, whose arguments have these names, with weights applied in a separate operation.
+    """layer_norm or instance_norm, whose arguments have these names, with weights applied in a
+    separate operation.
 
-    Otherwise vmap(vjp) has correct values but a wrong derivative with respect to the input (torch 2.13;
-    docs/decisions.md).
+    Otherwise vmap(vjp) has correct values but a wrong derivative with respect to the input (torch
+    2.13; docs/decisions.md).
     """
     given = dict(zip(names, args, strict=False)) | kwargs
     weight, bias = given.pop("weight", None), given.pop("bias", None)
     result: Tensor = function(**given)
-    by_channel = (-1, *[1] * (result.ndim - 2)) if function is F.instance_norm else tuple(given["normalized_shape"])
+    by_channel = (
+        (-1, *[1] * (result.ndim - 2))
+        if function is F.instance_norm
+        else tuple(given["normalized_shape"])
+    )
     result = result if weight is None else result * weight.reshape(by_channel)
     return result if bias is None else result + bias.reshape(by_channel)
 
 
 _LAYER_NORM = ("input", "normalized_shape", "weight", "bias", "eps", "cudnn_enable")
-_INSTANCE_NORM = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
+_INSTANCE_NORM = (
+    "input",
+    "running_mean",
+    "running_var",
+    "weight",
+    "bias",
+    "use_input_stats",
+    "momentum",
+    "eps",
+)
 _NORMS = {F.layer_norm: _LAYER_NORM, torch.layer_norm: _LAYER_NORM, F.instance_norm: _INSTANCE_NORM}
-_WEIGHTS_APART = {norm: functools.partial(_weights_apart, norm, names) for norm, names in _NORMS.items()}
+_WEIGHTS_APART = {
+    norm: functools.partial(_weights_apart, norm, names) for norm, names in _NORMS.items()
+}
 
 
 def _dimension(call: Call, slot: int | str, value: object) -> int | None:
@@ -99,8 +132,8 @@ def _dimension(call: Call, slot: int | str, value: object) -> int | None:
 
     if not fits and roles.get(slot) == "by example":
         raise UnsupportedCallError(
-            f"{call.name} ({type(call.module).__name__}): argument {slot} has {value.shape[0]} rows for {batch} "
-            "examples, and one for each in another call"
+            f"{call.name} ({type(call.module).__name__}): argument {slot} has {value.shape[0]} "
+            f"rows for {batch} examples, and one for each in another call"
         )
     roles[slot] = "shared"
     return None
@@ -118,7 +151,8 @@ class _WithoutOwnHooks(nn.Module):
 
 
 class ParameterRule(LayerRule):
-    """θ′ = f(θ), of which each example has a separate view with the gradient δ: g = J_fᵀ Σ δ, formed once.
+    """θ′ = f(θ), of which each example has a separate view with the gradient δ: g = J_fᵀ Σ δ,
+    formed once.
 
     The sum runs over all positions to which one number of θ′ was broadcast.
 
@@ -141,12 +175,15 @@ class ParameterRule(LayerRule):
             summed = (delta.sum(dim=broadcast) if broadcast else delta).reshape(len(delta), *shape)
             (name, leaf), *more = self.leaves.items()
             plain = self.value is leaf and not more
-            call.memo.update({name: summed} if plain else _at_leaves({"": self.value}, self.leaves, {"": summed}))
+            call.memo.update(
+                {name: summed} if plain else _at_leaves({"": self.value}, self.leaves, {"": summed})
+            )
         return call.memo
 
 
 class ReparametrisedRule(LayerRule):
-    """A layer whose weights are functions θ′ = f(θ) of parameters: its rule's gradients at θ′, multiplied by J_fᵀ.
+    """A layer whose weights are functions θ′ = f(θ) of parameters: its rule's gradients at θ′,
+    multiplied by J_fᵀ.
 
     Examples are weight standardisation and normalisation, pruning, and slices of one weight.
 
@@ -158,13 +195,17 @@ class ReparametrisedRule(LayerRule):
 
     words = "weights made from parameters: closed form, then back to the parameters"
 
-    def __init__(self, rule: LayerRule, values: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, rule: LayerRule, values: Mapping[str, Tensor], leaves: Mapping[str, Tensor]
+    ) -> None:
         self.rule, self.values, self.leaves = rule, values, leaves
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """J_fᵀ times the layer's own gradients, formed once."""
         if not call.memo:
-            call.memo.update(_at_leaves(self.values, self.leaves, self.rule.gradients(self._own_call(call))))
+            call.memo.update(
+                _at_leaves(self.values, self.leaves, self.rule.gradients(self._own_call(call)))
+            )
         return call.memo
 
     def weighted_sum(self, call: Call, weight: Tensor) -> dict[str, Tensor]:
@@ -174,16 +215,24 @@ class ReparametrisedRule(LayerRule):
 
     def _own_call(self, call: Call) -> Call:
         """The call in the form that the layer's own rule expects."""
-        return replace(call, parameters={name: value.detach() for name, value in self.values.items()}, memo={})
+        return replace(
+            call, parameters={name: value.detach() for name, value in self.values.items()}, memo={}
+        )
 
 
 def _at_leaves(
-    values: Mapping[str, Tensor], leaves: Mapping[str, Tensor], gradients: Mapping[str, Tensor], by_example: bool = True
+    values: Mapping[str, Tensor],
+    leaves: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    by_example: bool = True,
 ) -> dict[str, Tensor]:
     """Gradients at θ from those at θ′; with ``by_example``, both are [batch, …]."""
     made = [values[name] for name in gradients]
     given = [gradient.to(values[name].dtype) for name, gradient in gradients.items()]
-    options = {"create_graph": by_example and torch.is_grad_enabled(), "is_grads_batched": by_example}
+    options = {
+        "create_graph": by_example and torch.is_grad_enabled(),
+        "is_grads_batched": by_example,
+    }
     by_leaf = torch.autograd.grad(made, list(leaves.values()), given, retain_graph=True, **options)
     return dict(zip(leaves, map(wide, by_leaf), strict=True))
 
@@ -207,7 +256,9 @@ class Operation:
     run: Callable[[Mapping[str, Tensor]], Tensor]
 
 
-def operation_of(function: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Operation | None:
+def operation_of(
+    function: object, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Operation | None:
     """The layer that the call corresponds to; None if it is not a known layer.
 
     Example:
@@ -225,10 +276,17 @@ def operation_of(function: object, args: tuple[object, ...], kwargs: Mapping[str
 
 
 def _operation(
-    module: nn.Module, input: Tensor, weight: Any, bias: Any, function: Callable[..., Tensor], rule: Any = None
+    module: nn.Module,
+    input: Tensor,
+    weight: Any,
+    bias: Any,
+    function: Callable[..., Tensor],
+    rule: Any = None,
 ) -> Operation:
     """``function(weight, bias)`` as a layer's operation."""
-    weights = {name: value for name, value in (("weight", weight), ("bias", bias)) if value is not None}
+    weights = {
+        name: value for name, value in (("weight", weight), ("bias", bias)) if value is not None
+    }
     run = lambda w: function(w.get("weight"), w.get("bias"))  # noqa: E731
     return Operation(module, rule or rule_for(module), input, weights, run)
 
@@ -236,7 +294,9 @@ def _operation(
 @functools.lru_cache(maxsize=1024)
 def _stand_in(kind: type[nn.Module], *args: object, **kwargs: object) -> nn.Module:
     """A layer without weights. It draws no random numbers, because a pass counts them."""
-    weightless: Callable[..., nn.Module] = type(kind.__name__, (kind,), {"reset_parameters": lambda self: None})
+    weightless: Callable[..., nn.Module] = type(
+        kind.__name__, (kind,), {"reset_parameters": lambda self: None}
+    )
     return weightless(*args, **kwargs, device="meta")
 
 
@@ -255,16 +315,26 @@ def _product(input: Tensor, other: Tensor) -> Operation | None:
     return _operation(module, input, other, None, lambda w, b: input @ w, TransposedLinearRule())
 
 
-def _product_plus(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Operation | None:
+def _product_plus(
+    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Operation | None:
     """input + mat1 @ mat2, of a bias [out] and a weight [in, out]: GPT-2's Conv1D."""
     if input.ndim != 1 or beta != 1 or alpha != 1:
         return None
     module = _stand_in(nn.Linear, *mat2.shape, bias=False)
-    return _operation(module, mat1, mat2, input, lambda w, b: torch.addmm(b, mat1, w), TransposedLinearRule())
+    return _operation(
+        module, mat1, mat2, input, lambda w, b: torch.addmm(b, mat1, w), TransposedLinearRule()
+    )
 
 
 def _convolution(
-    input: Tensor, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+    input: Tensor,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
 ) -> Operation | None:
     outputs, inputs, *size = weight.shape
     if input.ndim != weight.ndim:
@@ -283,14 +353,24 @@ def _each(value: Any, axes: int) -> Any:
 
 
 def _layer_norm(
-    input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any, **__: Any
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    *_: Any,
+    **__: Any,
 ) -> Operation | None:
     shape = tuple(normalized_shape)
     module = _stand_in(nn.LayerNorm, shape, eps, elementwise_affine=False)
-    return _operation(module, input, weight, bias, lambda w, b: F.layer_norm(input, shape, w, b, eps))
+    return _operation(
+        module, input, weight, bias, lambda w, b: F.layer_norm(input, shape, w, b, eps)
+    )
 
 
-def _rms_norm(input: Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Operation | None:
+def _rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None
+) -> Operation | None:
     shape = tuple(normalized_shape)
     module = _stand_in(nn.RMSNorm, shape, eps, elementwise_affine=False)
     return _operation(module, input, weight, None, lambda w, b: F.rms_norm(input, shape, w, eps))
@@ -306,10 +386,14 @@ def _group_norm(
     **__: object,
 ) -> Operation | None:
     module = _stand_in(nn.GroupNorm, num_groups, input.shape[1], eps, affine=False)
-    return _operation(module, input, weight, bias, lambda w, b: group_norm(input, num_groups, w, b, eps))
+    return _operation(
+        module, input, weight, bias, lambda w, b: group_norm(input, num_groups, w, b, eps)
+    )
 
 
-def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, **given: object) -> Operation | None:
+def _embedding(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, **given: object
+) -> Operation | None:
     if given.get("max_norm") is not None or given.get("scale_grad_by_freq"):
         return None
     module = _stand_in(nn.Embedding, *weight.shape, padding_idx)
@@ -318,14 +402,20 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, **
 
 def _rows(table: Tensor, index: object) -> Operation | None:
     """table[index], for integers that differ between examples."""
-    if not isinstance(index, Tensor) or index.dtype not in (torch.int64, torch.int32) or table.ndim != 2:
+    if (
+        not isinstance(index, Tensor)
+        or index.dtype not in (torch.int64, torch.int32)
+        or table.ndim != 2
+    ):
         return None
     return _embedding(index, table)
 
 
 _READERS: dict[Any, Callable[..., Operation | None]] = {
     F.linear: _linear,
-    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _product),
+    **dict.fromkeys(
+        (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _product
+    ),
     Tensor.__rmatmul__: lambda self, other: _product(other, self),
     **dict.fromkeys((torch.addmm, Tensor.addmm), _product_plus),
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _convolution),

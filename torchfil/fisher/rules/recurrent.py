@@ -1,17 +1,22 @@
-r"""Recurrent layers: LSTM, GRU and Elman's, in several layers and both directions, of whole or packed sequences.
+r"""Recurrent layers: LSTM, GRU and Elman's, in several layers and both directions, of whole or
+packed sequences.
 
-Each of their weights is a linear layer over all time steps, applied to the inputs x_t or to the states h_{t−1}; δ_t is
-the gradient at the gates. The states are those of a recurrence h_t = cell(a_t, h_{t−1}), a_t = x_t + W h_{t−1}, whose
-second derivative is two more sweeps over time. From here on, x are the gates' inputs, however they were computed; m is
-the cell's memory (c in an LSTM, otherwise h itself). At the values of a forward pass, every cell is linear in small
-changes, with coefficients that need no sweep:
+Each of their weights is a linear layer over all time steps, applied to the inputs x_t or to the
+states h_{t−1}; δ_t is the gradient at the gates. The states are those of a recurrence h_t =
+cell(a_t, h_{t−1}), a_t = x_t + W h_{t−1}, whose second derivative is two more sweeps over time.
+From here on, x are the gates' inputs, however they were computed; m is the cell's memory (c in an
+LSTM, otherwise h itself). At the values of a forward pass, every cell is linear in small changes,
+with coefficients that need no sweep:
 
     ṁ_t = f_t ṁ_{t−1} + Σ_k β_{kt} ȧ_{kt},       ḣ_t = α_t ṁ_t + ω_t ȧ_{ot}        (an LSTM; ḣ_t = ṁ_t otherwise).
 
-* The derivative δ = ∂⟨γ, h⟩/∂x is a backward sweep through these equations, from γ (:func:`_swept_back`).
-* The derivative of ⟨u, δ⟩ = ⟨γ, ḣ(u)⟩ with respect to γ is a forward sweep, ḣ(u) (:func:`_swept_on`).
-* The derivative of ⟨u, δ⟩ with respect to x goes through the coefficients. Each cell adds a source at its inputs, which
-  also needs no sweep (``Cell.curvature``), and one more backward sweep takes the sources to x.
+* The derivative δ = ∂⟨γ, h⟩/∂x is a backward sweep through these equations, from γ
+  (:func:`_swept_back`).
+* The derivative of ⟨u, δ⟩ = ⟨γ, ḣ(u)⟩ with respect to γ is a forward sweep, ḣ(u)
+  (:func:`_swept_on`).
+* The derivative of ⟨u, δ⟩ with respect to x goes through the coefficients. Each cell adds a source
+  at its inputs, which also needs no sweep (``Cell.curvature``), and one more backward sweep takes
+  the sources to x.
 
 Time is the first dimension: [T, batch, gates·H] outside, [T, probes, batch, gates, H] inside.
 """
@@ -39,20 +44,27 @@ Sources = tuple[Tensor | None, Tensor | None, Tensor | None]  # derivatives at a
 
 
 def run_recurrent(
-    module: Any, mode: str, sequences: Tensor | PackedSequence, hx: Any = None, *, drops_states: bool = False
+    module: Any,
+    mode: str,
+    sequences: Tensor | PackedSequence,
+    hx: Any = None,
+    *,
+    drops_states: bool = False,
 ) -> tuple[Any, Any]:
-    """The outputs of a recurrent module: all states of its last layer, and the last states of all layers.
+    """The outputs of a recurrent module: all states of its last layer, and the last states of all
+    layers.
 
     Args:
         module: A module with the attributes and parameter names of :class:`torch.nn.LSTM`.
         mode: The cell, by torch's name.
         sequences: Its input, a tensor or packed sequences.
         hx: The first states, h or (h, c), [layers·directions, batch, H] each; None: 0.
-        drops_states: Whether dropout applies to every new state before it is used again, as in Opacus's layers, or
-            between layers, as in torch's.
+        drops_states: Whether dropout applies to every new state before it is used again, as in
+            Opacus's layers, or between layers, as in torch's.
 
     Raises:
-        UnsupportedCallError: A single sequence without a batch, projections, or dropout in packed sequences.
+        UnsupportedCallError: A single sequence without a batch, projections, or dropout in packed
+            sequences.
     """
     dropout = module.dropout if module.training else 0.0
     _check_served(module, sequences, dropout)
@@ -72,11 +84,14 @@ def run_recurrent(
         outputs = []
         for suffix in (f"l{layer}", f"l{layer}_reverse")[: 1 + module.bidirectional]:
             first = [None if value is None else value[len(last)] for value in given]
-            states, at_the_end = _run_layer(module, mode, suffix, x, first, ends_at, dropout if drops_states else 0.0)
+            states, at_the_end = _run_layer(
+                module, mode, suffix, x, first, ends_at, dropout if drops_states else 0.0
+            )
             outputs.append(states)
             last.append(at_the_end)
         x = torch.cat(outputs, dim=2)
-        if dropout and not drops_states and layer + 1 < module.num_layers:  # drawn in torch's order, time steps first
+        # drawn in torch's order, time steps first
+        if dropout and not drops_states and layer + 1 < module.num_layers:
             x = F.dropout(x.transpose(0, 1), dropout).transpose(0, 1)
 
     x = x.transpose(0, 1) if time_first else x
@@ -84,24 +99,40 @@ def run_recurrent(
     ends = (h, *c) if c else h
     if not isinstance(sequences, PackedSequence) or lengths is None:
         return x, ends
-    return pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=sequences.sorted_indices is None), ends
+    return pack_padded_sequence(
+        x, lengths, batch_first=True, enforce_sorted=sequences.sorted_indices is None
+    ), ends
 
 
 def _check_served(module: Any, sequences: Tensor | PackedSequence, dropout: float) -> None:
     """Raise for what the sweeps do not know."""
     kind = type(module).__name__
     if isinstance(sequences, Tensor) and sequences.ndim != 3:
-        raise UnsupportedCallError(f"a {kind} is given {sequences.ndim} dimensions; give it [batch, time, features]")
+        raise UnsupportedCallError(
+            f"a {kind} is given {sequences.ndim} dimensions; give it [batch, time, features]"
+        )
     if getattr(module, "proj_size", 0):
-        raise UnsupportedCallError(f"a {kind} with proj_size={module.proj_size}; use proj_size=0 and a Linear after it")
+        raise UnsupportedCallError(
+            f"a {kind} with proj_size={module.proj_size}; use proj_size=0 and a Linear after it"
+        )
     if dropout and isinstance(sequences, PackedSequence):
-        raise UnsupportedCallError(f"a {kind} of packed sequences with dropout={dropout} draws across examples; use 0")
+        raise UnsupportedCallError(
+            f"a {kind} of packed sequences with dropout={dropout} draws across examples; use 0"
+        )
 
 
 def _run_layer(
-    module: Any, mode: str, suffix: str, x: Tensor, first: list[Tensor | None], lengths: Tensor | None, dropout: float
+    module: Any,
+    mode: str,
+    suffix: str,
+    x: Tensor,
+    first: list[Tensor | None],
+    lengths: Tensor | None,
+    dropout: float,
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
-    """One layer in one direction: its states [batch, T, H] for x [batch, T, …], and its last state and memory."""
+    """One layer in one direction: its states [batch, T, H] for x [batch, T, …], and its last state
+    and memory.
+    """
     cell, backwards = CELLS[mode], suffix.endswith("_reverse")
     kinds = ("weight", "bias") if module.bias else ("weight",)
     names = {part: {kind: f"{kind}_{part}_{suffix}" for kind in kinds} for part in ("ih", "hh")}
@@ -117,7 +148,10 @@ def _run_layer(
         hidden = bias[0] if bias else weight.new_zeros(len(weight))
         hidden = hidden.expand(gates.shape).detach().requires_grad_()
         width = 2 * module.hidden_size
-        gates = torch.cat([gates[..., :width] + hidden[..., :width], gates[..., width:], hidden[..., width:]], dim=2)
+        gates = torch.cat(
+            [gates[..., :width] + hidden[..., :width], gates[..., width:], hidden[..., width:]],
+            dim=2,
+        )
         weight = torch.cat([weight[:width], torch.zeros_like(weight[width:]), weight[width:]])
     elif bias:
         gates = gates + bias[0]
@@ -125,15 +159,26 @@ def _run_layer(
     start = [x.new_zeros(len(x), module.hidden_size) if value is None else value for value in first]
     drop = None
     if dropout:  # drawn for each new state
-        drop = torch.stack([F.dropout(torch.ones_like(start[0]), dropout) for _ in range(x.shape[1])])
+        drop = torch.stack(
+            [F.dropout(torch.ones_like(start[0]), dropout) for _ in range(x.shape[1])]
+        )
     found, memories = recurrence(cell, gates.transpose(0, 1), start[0], start[1], weight, drop)
-    report_use(module, _RULE, torch.cat([start[0][None], found[:-1]]).transpose(0, 1), hidden, names["hh"])
+    report_use(
+        module, _RULE, torch.cat([start[0][None], found[:-1]]).transpose(0, 1), hidden, names["hh"]
+    )
 
     # The sequences end at different times; values after the ends are not used.
     def at_the_end(values: Tensor) -> Tensor:
-        return values[-1] if lengths is None else values[lengths - 1, torch.arange(len(lengths), device=values.device)]
+        return (
+            values[-1]
+            if lengths is None
+            else values[lengths - 1, torch.arange(len(lengths), device=values.device)]
+        )
 
-    return turned(found.transpose(0, 1)), (at_the_end(found), None if memories is None else at_the_end(memories))
+    return turned(found.transpose(0, 1)), (
+        at_the_end(found),
+        None if memories is None else at_the_end(memories),
+    )
 
 
 def _turned(values: Tensor, lengths: Tensor | None) -> Tensor:
@@ -146,9 +191,16 @@ def _turned(values: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def recurrence(
-    cell: Cell, gates: Tensor, h: Tensor, m: Tensor | None, weight: Tensor, drop: Tensor | None = None
+    cell: Cell,
+    gates: Tensor,
+    h: Tensor,
+    m: Tensor | None,
+    weight: Tensor,
+    drop: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """h_1 … h_T and, if the cell has a memory, c_1 … c_T, [T, batch, H] each; differentiable twice, except in W.
+    """h_1 … h_T and, if the cell has a memory, c_1 … c_T, [T, batch, H] each.
+
+    Differentiable twice, except in W.
 
     Args:
         cell: One of :data:`CELLS`.
@@ -159,7 +211,9 @@ def recurrence(
         drop: Factors for each new state, [T, batch, H]; None: 1.
 
     Example:
-        >>> states, _ = recurrence(CELLS["RNN_TANH"], torch.ones(2, 1, 1), torch.zeros(1, 1), None, torch.eye(1))
+        >>> states, _ = recurrence(
+        ...     CELLS["RNN_TANH"], torch.ones(2, 1, 1), torch.zeros(1, 1), None, torch.eye(1)
+        ... )
         >>> [round(float(h), 3) for h in states]
         [0.762, 0.943]
     """
@@ -171,12 +225,16 @@ class _Run(Function):
     """(x, h_0, c_0) ↦ h (and c)."""
 
     @staticmethod
-    def forward(ctx: Any, gates: Tensor, h: Tensor, m: Any, weight: Tensor, drop: Tensor | None, cell: Cell) -> Any:
+    def forward(
+        ctx: Any, gates: Tensor, h: Tensor, m: Any, weight: Tensor, drop: Tensor | None, cell: Cell
+    ) -> Any:
         seen = cell.run(gates, h, m, weight, drop)
         ctx.save_for_backward(gates, h, m, weight, drop, *seen)
         ctx.cell = cell
         ctx.set_materialize_grads(False)
-        return (seen[0][1:].clone(), seen[1][1:].clone()) if cell.has_memory else seen[0][1:].clone()
+        return (
+            (seen[0][1:].clone(), seen[1][1:].clone()) if cell.has_memory else seen[0][1:].clone()
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -229,31 +287,49 @@ class _Pulled(Function):
 
 
 class _ForProbes(Function):
-    """``function(*values, *rest)`` of values and results with probes first; for one probe, or many if mapped.
+    """``function(*values, *rest)`` of values and results with probes first.
+
+    For one probe, or many if mapped.
 
     It is not differentiated.
     """
 
     @staticmethod
-    def forward(function: Callable[..., Any], values: tuple[Tensor | None, ...], *rest: Any) -> tuple[Tensor, ...]:
-        return tuple(result[0] for result in function(*(None if x is None else x[None] for x in values), *rest))
+    def forward(
+        function: Callable[..., Any], values: tuple[Tensor | None, ...], *rest: Any
+    ) -> tuple[Tensor, ...]:
+        return tuple(
+            result[0]
+            for result in function(*(None if x is None else x[None] for x in values), *rest)
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[object, ...], output: object) -> None:
         """Nothing is kept."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, function: Any, values: tuple[Tensor | None, ...], *rest: Any) -> tuple[Any, int]:
+    def vmap(
+        info: Any, in_dims: Any, function: Any, values: tuple[Tensor | None, ...], *rest: Any
+    ) -> tuple[Any, int]:
         """Probes become separate examples."""
         each = [
-            x if x is None else x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            x
+            if x is None
+            else x.expand(info.batch_size, *x.shape)
+            if dim is None
+            else x.movedim(dim, 0)
             for x, dim in zip(values, in_dims[1], strict=True)
         ]
         return function(*each, *rest), 0
 
 
 def _back(
-    to_h: Tensor | None, to_m: Tensor | None, weight: Tensor, drop: Tensor | None, cell: Cell, *seen: Tensor
+    to_h: Tensor | None,
+    to_m: Tensor | None,
+    weight: Tensor,
+    drop: Tensor | None,
+    cell: Cell,
+    *seen: Tensor,
 ) -> tuple[Tensor, ...]:
     """δ at x, h_0 and c_0, and dh, dm at every step, with probes first, in and out."""
     slopes = cell.slopes(seen, drop)
@@ -275,17 +351,25 @@ def _twice(
     cell: Cell,
     *seen: Tensor,
 ) -> tuple[Tensor, ...]:
-    """The derivatives of ⟨u, δ⟩ with respect to (∂h, ∂c, x, h_0, c_0), with probes first, in and out."""
+    """The derivatives of ⟨u, δ⟩ with respect to (∂h, ∂c, x, h_0, c_0), with probes first, in and
+    out.
+    """
     slopes, (steps, batch, width) = cell.slopes(seen, drop), dm.shape
     count = next(len(x) for x in (u, u_h, u_m) if x is not None)
     state, memory = (dm.new_zeros(count, batch, width) if x is None else x for x in (u_h, u_m))
     if not cell.has_memory:
         memory = state
     shape = (steps, count, batch, cell.gates, width)
-    u = dm.new_zeros(shape) if u is None else u.reshape(count, *shape[:1], *shape[2:]).transpose(0, 1)
+    u = (
+        dm.new_zeros(shape)
+        if u is None
+        else u.reshape(count, *shape[:1], *shape[2:]).transpose(0, 1)
+    )
 
     gates, states, memories = _swept_on(slopes, weight, u, state, memory)
-    to_gates, to_memory, to_memory_before = cell.curvature(seen, drop, gates, memories, dh[:, None], dm[:, None])
+    to_gates, to_memory, to_memory_before = cell.curvature(
+        seen, drop, gates, memories, dh[:, None], dm[:, None]
+    )
     sources = to_memory
     if to_memory_before is not None:
         sources = torch.zeros_like(to_memory_before) if to_memory is None else to_memory
@@ -295,15 +379,28 @@ def _twice(
     before = 0 if to_memory_before is None else to_memory_before[0]
     to_state, to_start = _to_start(cell, slopes, weight, delta, dm_twice, before)
     flat = delta.reshape(steps, count, batch, -1)
-    return states.transpose(0, 1), memories[1:].transpose(0, 1), flat.transpose(0, 1), to_state, to_start
+    return (
+        states.transpose(0, 1),
+        memories[1:].transpose(0, 1),
+        flat.transpose(0, 1),
+        to_state,
+        to_start,
+    )
 
 
 def _to_start(
-    cell: Cell, slopes: Slopes, weight: Tensor, delta: Tensor, dm: Tensor, before: Tensor | float = 0
+    cell: Cell,
+    slopes: Slopes,
+    weight: Tensor,
+    delta: Tensor,
+    dm: Tensor,
+    before: Tensor | float = 0,
 ) -> tuple[Tensor, Tensor]:
     """The derivatives at h_0 and c_0, [probes, batch, H]."""
     to_state = (delta[0].flatten(0, 1).flatten(1) @ weight).view(dm.shape[1:])
-    to_memory = torch.zeros_like(to_state) if slopes.kept_memory is None else slopes.kept_memory[0] * dm[0]
+    to_memory = (
+        torch.zeros_like(to_state) if slopes.kept_memory is None else slopes.kept_memory[0] * dm[0]
+    )
     to_memory = to_memory + before
     return (to_state, to_memory) if cell.has_memory else (to_state + to_memory, to_memory)
 
@@ -345,11 +442,18 @@ def _swept_back(
     return delta, dh, dm
 
 
-def _swept_on(slopes: Slopes, weight: Tensor, u: Tensor, state: Tensor, memory: Tensor) -> tuple[Tensor, ...]:
-    """ȧ, [T, probes, batch, gates, H], ḣ_1 … ḣ_T and ṁ_0 … ṁ_T, for changes u of x and of the first state."""
+def _swept_on(
+    slopes: Slopes, weight: Tensor, u: Tensor, state: Tensor, memory: Tensor
+) -> tuple[Tensor, ...]:
+    """ȧ, [T, probes, batch, gates, H], ḣ_1 … ḣ_T and ṁ_0 … ṁ_T, for changes u of x and of the first
+    state.
+    """
     steps, count, batch, _, width = u.shape
     a = u.new_empty(u.shape)
-    states, memories = u.new_empty(steps, count, batch, width), u.new_empty(steps + 1, count, batch, width)
+    states, memories = (
+        u.new_empty(steps, count, batch, width),
+        u.new_empty(steps + 1, count, batch, width),
+    )
     flat_u, flat_a = u.reshape(steps, count * batch, -1), a.view(steps, count * batch, -1)
     memories[0] = memory
     through, into, transposed = slopes.into_memory.shape[3], slopes.into_memory.unbind(0), weight.mT
@@ -390,7 +494,9 @@ class _Lstm:
     has_memory = True
 
     def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> Seen:
-        """The sweep itself: h_0 … h_T, m_0 … m_T (none without a memory), and whatever else the slopes need."""
+        """The sweep itself: h_0 … h_T, m_0 … m_T (none without a memory), and whatever else the
+        slopes need.
+        """
         steps, batch, width = len(gates), len(h), h.shape[-1]
         states, memories = (gates.new_empty(steps + 1, batch, width) for _ in range(2))
         shown, active = torch.empty_like(states[1:]), gates.new_empty(steps, batch, 4, width)
@@ -413,13 +519,21 @@ class _Lstm:
         """The coefficients at the values of the forward pass."""
         _, memories, active, shown = seen
         i, f, g, o = active.unbind(2)
-        into = torch.stack([g * _sigmoid_slope(i), memories[:-1] * _sigmoid_slope(f), i * (1 - g * g)], dim=2)
+        into = torch.stack(
+            [g * _sigmoid_slope(i), memories[:-1] * _sigmoid_slope(f), i * (1 - g * g)], dim=2
+        )
         alpha, omega = o * (1 - shown * shown), shown * _sigmoid_slope(o)
         alpha, omega = (value if drop is None else value * drop for value in (alpha, omega))
         return Slopes(into[:, None], f[:, None], alpha[:, None], omega[:, None])
 
     def curvature(
-        self, seen: Seen, drop: Tensor | None, gates: Tensor, memories: Tensor, dh: Tensor, dm: Tensor
+        self,
+        seen: Seen,
+        drop: Tensor | None,
+        gates: Tensor,
+        memories: Tensor,
+        dh: Tensor,
+        dm: Tensor,
     ) -> Sources:
         """∂(Σ_t dh_t·ḣ_t + dm_t·ṁ_t)/∂(a_t, m_t, m_{t−1}) through the coefficients alone; None: 0.
 
@@ -451,14 +565,20 @@ class _Lstm:
 
 
 class _Gru:
-    """r, z = σ(a); n = tanh(a_n + r a_m); h_t = n + z (h_{t−1} − n), where W h goes into r, z and a_m."""
+    """r, z = σ(a); n = tanh(a_n + r a_m).
+
+    H_t = n + z (h_{t−1} − n), where W h goes into r, z and a_m.
+    """
 
     gates = 4
     has_memory = False
 
     def run(self, gates: Tensor, h: Tensor, m: Tensor, weight: Tensor, drop: Tensor | None) -> Seen:
         steps, batch, width = len(gates), len(h), h.shape[-1]
-        states, active = gates.new_empty(steps + 1, batch, width), gates.new_empty(steps, batch, 4, width)
+        states, active = (
+            gates.new_empty(steps + 1, batch, width),
+            gates.new_empty(steps, batch, 4, width),
+        )
         states[0] = h
         transposed = weight.mT
         for t in range(steps):
@@ -476,14 +596,25 @@ class _Gru:
         states, active = seen
         r, z, n, hidden = active.unbind(2)
         to_n = (1 - z) * (1 - n * n)
-        parts = [to_n * hidden * _sigmoid_slope(r), (states[:-1] - n) * _sigmoid_slope(z), to_n, to_n * r]
+        parts = [
+            to_n * hidden * _sigmoid_slope(r),
+            (states[:-1] - n) * _sigmoid_slope(z),
+            to_n,
+            to_n * r,
+        ]
         into, kept = torch.stack(parts, dim=2), z
         if drop is not None:
             into, kept = into * drop[:, :, None], z * drop
         return Slopes(into[:, None], kept[:, None])
 
     def curvature(
-        self, seen: Seen, drop: Tensor | None, gates: Tensor, memories: Tensor, dh: Tensor, dm: Tensor
+        self,
+        seen: Seen,
+        drop: Tensor | None,
+        gates: Tensor,
+        memories: Tensor,
+        dh: Tensor,
+        dm: Tensor,
     ) -> Sources:
         states, active = (value[:, None] for value in seen)
         (r, z, n, hidden), (ar, az, an, ah) = active.unbind(3), gates.unbind(3)
@@ -495,8 +626,15 @@ class _Gru:
         to_q = -2 * to_n * n * q_moved - dh * z_moved * n1
 
         to_r = to_q * hidden + to_n * ah
-        to_z = dh * ((1 - 2 * z) * z_moved * (states[:-1] - n) + z1 * (memories[:-1] - n1 * q_moved))
-        parts = [r1 * to_r + (1 - 2 * r) * r_moved * hidden * to_n, to_z, to_q, to_q * r + to_n * r_moved]
+        to_z = dh * (
+            (1 - 2 * z) * z_moved * (states[:-1] - n) + z1 * (memories[:-1] - n1 * q_moved)
+        )
+        parts = [
+            r1 * to_r + (1 - 2 * r) * r_moved * hidden * to_n,
+            to_z,
+            to_q,
+            to_q * r + to_n * r_moved,
+        ]
         return torch.stack(parts, dim=3), None, dh * z_moved
 
 
@@ -515,7 +653,9 @@ class _Elman:
         states[0] = h
         for t in range(len(gates)):
             a = torch.addmm(gates[t], states[t], weight.mT)
-            torch.tanh(a, out=values[t]) if self.function == "tanh" else torch.clamp(a, min=0, out=values[t])
+            torch.tanh(a, out=values[t]) if self.function == "tanh" else torch.clamp(
+                a, min=0, out=values[t]
+            )
             states[t + 1] = values[t] if drop is None else values[t] * drop[t]
         return states, values
 
@@ -525,7 +665,13 @@ class _Elman:
         return Slopes((slope if drop is None else slope * drop)[:, None, :, None], None)
 
     def curvature(
-        self, seen: Seen, drop: Tensor | None, gates: Tensor, memories: Tensor, dh: Tensor, dm: Tensor
+        self,
+        seen: Seen,
+        drop: Tensor | None,
+        gates: Tensor,
+        memories: Tensor,
+        dh: Tensor,
+        dm: Tensor,
     ) -> Sources:
         if self.function == "relu":
             return None, None, None
@@ -535,7 +681,12 @@ class _Elman:
 
 
 Cell = _Lstm | _Gru | _Elman
-CELLS: dict[str, Cell] = {"LSTM": _Lstm(), "GRU": _Gru(), "RNN_TANH": _Elman("tanh"), "RNN_RELU": _Elman("relu")}
+CELLS: dict[str, Cell] = {
+    "LSTM": _Lstm(),
+    "GRU": _Gru(),
+    "RNN_TANH": _Elman("tanh"),
+    "RNN_RELU": _Elman("relu"),
+}
 
 
 def _sigmoid_slope(y: Tensor) -> Tensor:
@@ -544,4 +695,6 @@ def _sigmoid_slope(y: Tensor) -> Tensor:
 
 
 for _kind in (nn.LSTM, nn.GRU, nn.RNN):
-    register_substitute(_kind, lambda module: partial(run_recurrent, module, module.mode), reports_uses=True)
+    register_substitute(
+        _kind, lambda module: partial(run_recurrent, module, module.mode), reports_uses=True
+    )

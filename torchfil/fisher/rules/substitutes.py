@@ -1,11 +1,12 @@
 """Substitutes for layers with a slow second derivative, used inside a recorded pass.
 
-The outputs are the same. Derivatives with respect to the layers' weights are not defined, because a recorded pass
-treats weights as constants. Each family of layers registers its own substitutes.
+The outputs are the same. Derivatives with respect to the layers' weights are not defined, because a
+recorded pass treats weights as constants. Each family of layers registers its own substitutes.
 
-A substitute of a layer with several weights also reports each use of a weight. From outside, a recorded pass sees only
-the layer's input and output; in between, a recurrent layer uses four weights at every time step. Its substitute reports
-what each weight was applied to and the result, as if each were a layer.
+A substitute of a layer with several weights also reports each use of a weight. From outside, a
+recorded pass sees only the layer's input and output; in between, a recurrent layer uses four
+weights at every time step. Its substitute reports what each weight was applied to and the result,
+as if each were a layer.
 
 Products of batches of small matrices, which the rules use, are here, too.
 """
@@ -32,7 +33,10 @@ Entry = TypeVar("Entry")
 
 
 class _Substitute(NamedTuple):
-    """Makes the substitute for a module's method; whether that reports all uses of parameters, and on which device."""
+    """Makes the substitute for a module's method.
+
+    Whether that reports all uses of parameters, and on which device.
+    """
 
     make: Callable[[Any], Callable[..., Any]]
     method: str
@@ -40,7 +44,8 @@ class _Substitute(NamedTuple):
     device: str | None
 
 
-_HARMLESS = frozenset({"extra_repr", "reset_parameters"})  # the forward pass does not depend on them
+# the forward pass does not depend on them
+_HARMLESS = frozenset({"extra_repr", "reset_parameters"})
 
 
 def keeps_forward(kind: type[nn.Module], base: type[nn.Module]) -> bool:
@@ -73,10 +78,14 @@ class Registry(Generic[Entry]):
     def __init__(self, what: str) -> None:
         self.what = what
         self.entries: dict[type[nn.Module] | str, Entry] = {}
-        self._found: WeakKeyDictionary[type[nn.Module], Entry | None] = WeakKeyDictionary()  # a run may make classes
+        # a run may make classes
+        self._found: WeakKeyDictionary[type[nn.Module], Entry | None] = WeakKeyDictionary()
 
     def add(self, kind: type[nn.Module] | str, entry: Entry, *, overwrite: bool) -> None:
-        """Enter something for a class; ValueError if that has an entry, and ``overwrite`` is False."""
+        """Enter something for a class.
+
+        ValueError if that has an entry, and ``overwrite`` is False.
+        """
         if kind in self.entries and not overwrite:
             name = kind if isinstance(kind, str) else kind.__name__
             raise ValueError(f"{name} already has a {self.what}; pass overwrite=True to replace it")
@@ -91,7 +100,9 @@ class Registry(Generic[Entry]):
 
     def _find(self, kind: type[nn.Module]) -> Entry | None:
         for base in kind.__mro__:
-            entry = self.entries.get(base) or self.entries.get(f"{base.__module__}.{base.__qualname__}")
+            entry = self.entries.get(base) or self.entries.get(
+                f"{base.__module__}.{base.__qualname__}"
+            )
             if entry is not None and keeps_forward(kind, base):
                 return entry
         return None
@@ -109,14 +120,16 @@ def register_substitute(
     device: str | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Compute modules of this class, and of subclasses that keep its forward pass, by ``make(module)``.
+    """Compute modules of this class, and of subclasses that keep its forward pass, by
+    ``make(module)``.
 
     Args:
         kind: The class; or its full name, if its library may be missing:
             ``transformers.activations.NewGELUActivation``.
         make: Returns the substitute for the method of a module.
         method: The method that it replaces.
-        reports_uses: Whether the substitute reports all uses of the module's parameters by :func:`report_use`.
+        reports_uses: Whether the substitute reports all uses of the module's parameters by
+            :func:`report_use`.
         device: The only kind of device on which it is used ("cuda"); None: all.
         overwrite: Whether to replace the class's current substitute.
 
@@ -127,10 +140,13 @@ def register_substitute(
 
 
 @contextlib.contextmanager
-def with_substitutes(model: nn.Module, but: Collection[nn.Module] = (), device: str = "cpu") -> Iterator[None]:
+def with_substitutes(
+    model: nn.Module, but: Collection[nn.Module] = (), device: str = "cpu"
+) -> Iterator[None]:
     """Inside, layers that have a substitute on this device ("cpu", "cuda") are computed by it.
 
-    Exceptions are methods set on a module itself, subclasses with another forward pass, and the modules ``but``.
+    Exceptions are methods set on a module itself, subclasses with another forward pass, and the
+    modules ``but``.
     """
     changed: list[tuple[nn.Module, str]] = []
     try:
@@ -148,9 +164,12 @@ def with_substitutes(model: nn.Module, but: Collection[nn.Module] = (), device: 
 
 
 def kernels_for(tensor: Tensor) -> Any:
-    """The module :mod:`torchfil.fisher.rules.kernels`; None if torch must compute: CPUs, no Triton, other dtypes.
+    """The module :mod:`torchfil.fisher.rules.kernels`.
 
-    Triton launches on the current GPU, whichever GPU holds the tensors, so tensors of other GPUs are not served.
+    None if torch must compute: CPUs, no Triton, other dtypes.
+
+    Triton launches on the current GPU, whichever GPU holds the tensors, so tensors of other GPUs
+    are not served.
     """
     if not tensor.is_cuda or tensor.device.index != torch.cuda.current_device():
         return None
@@ -163,9 +182,13 @@ def _kernels(device: torch.device) -> Any:
     try:
         from torchfil.fisher.rules import kernels
 
-        kernels.unfold_patches(torch.ones(1, 1, 2, 2, device=device), (1, 1), (1, 1), (1, 1), (0, 0))
+        kernels.unfold_patches(
+            torch.ones(1, 1, 2, 2, device=device), (1, 1), (1, 1), (1, 1), (0, 0)
+        )
     except Exception as error:
-        logger.info("Triton does not work on %s, so second derivatives are slower: %s", device, error)
+        logger.info(
+            "Triton does not work on %s, so second derivatives are slower: %s", device, error
+        )
         return None
     return kernels
 
@@ -173,8 +196,8 @@ def _kernels(device: torch.device) -> Any:
 class Function(torch.autograd.Function):
     """:class:`torch.autograd.Function` for positional arguments without defaults.
 
-    torch binds the arguments to the signature of ``forward`` at every call, which takes longer than all the rest (on
-    two CPU cores, a step of a ViT-Tiny took 6 % longer).
+    torch binds the arguments to the signature of ``forward`` at every call, which takes longer than
+    all the rest (on two CPU cores, a step of a ViT-Tiny took 6 % longer).
     """
 
     @classmethod
@@ -185,20 +208,26 @@ class Function(torch.autograd.Function):
         return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
 
 
-# The module, its rule, a, the output, and the parameters' names in the module by their names in the rule.
+# The module, its rule, a, the output, and the parameters' names in the module by their names in the
+# rule.
 Listener = Callable[[nn.Module, Any, Tensor, Tensor, Mapping[str, str]], None]
 
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 def reports_uses(module: nn.Module) -> bool:
-    """Whether the uses of the module's and its children's parameters are reported inside a recorded pass."""
+    """Whether the uses of the module's and its children's parameters are reported inside a recorded
+    pass.
+    """
     found = _SUBSTITUTES.find(type(module))
     return found is not None and found.reports_uses
 
 
-def report_use(module: nn.Module, rule: object, a: Tensor, output: Tensor, names: Mapping[str, str]) -> Tensor:
-    """Report that parameters were applied to ``a``, [batch, …], with the result ``output``, [batch, …].
+def report_use(
+    module: nn.Module, rule: object, a: Tensor, output: Tensor, names: Mapping[str, str]
+) -> Tensor:
+    """Report that parameters were applied to ``a``, [batch, …], with the result ``output``, [batch,
+    …].
 
     Args:
         module: The layer.
@@ -224,15 +253,16 @@ def listening(listener: Listener) -> contextlib.AbstractContextManager[None]:
     return set_inside(_listener, listener)
 
 
-_of_patches: ContextVar[bool] = ContextVar("of_patches", default=False)  # whether products are of a convolution
+# whether products are of a convolution
+_of_patches: ContextVar[bool] = ContextVar("of_patches", default=False)
 
 
 @contextlib.contextmanager
 def products_of_patches(like: Tensor) -> Iterator[None]:
     """Inside, products have the precision that the user has set for convolutions of such tensors.
 
-    A product of patches is a convolution, which torch computes in TF32 on GPUs by default; it does not do so for other
-    matrix products.
+    A product of patches is a convolution, which torch computes in TF32 on GPUs by default; it does
+    not do so for other matrix products.
     """
     precision = "tf32" if like.is_cuda and convolutions_in_tf32() else product_precision()
     with set_inside(_of_patches, True), products_in(precision):
@@ -240,7 +270,10 @@ def products_of_patches(like: Tensor) -> Iterator[None]:
 
 
 class _BatchedProduct(Function):
-    """a @ b over leading dimensions, whose derivative is as precise as it; on CPUs, a transposed b is copied first."""
+    """a @ b over leading dimensions, whose derivative is as precise as it.
+
+    On CPUs, a transposed b is copied first.
+    """
 
     generate_vmap_rule = True
 
