@@ -98,7 +98,7 @@ def of_one_parameter() -> nn.Module:
     ("build", "steps", "options"),
     [
         (network, 2, {"estimator": "weight-probes", "max_memory": 20_000}),
-        (of_one_parameter, 48, {"estimator": "weight-probes", "num_probes": 1, "extra_probes": 8}),
+        (of_one_parameter, 56, {"estimator": "weight-probes", "num_probes": 1, "extra_probes": 8}),
     ],
 )
 def test_a_trace_scales_with_the_squared_weight(
