@@ -7,7 +7,7 @@ at most 2.5 % of the examples. The same is checked for D of two questions (was t
 data; does it have the next label): there, the upper end may lie below the mean for at most 2.5 %.
 
 OMP_NUM_THREADS=1 python -m benchmarks.coverage --runs 40
-OMP_NUM_THREADS=1 python -m benchmarks.coverage --simulate --runs 60   # SGD, momentum, Adam: simulated_runs.py
+OMP_NUM_THREADS=1 python -m benchmarks.coverage --simulate --runs 60  # SGD, momentum, Adam
 """
 
 from __future__ import annotations

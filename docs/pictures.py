@@ -22,7 +22,8 @@ IMAGES = Path(__file__).parent / "images"
 MARGIN = 38  # pixels of white around paper
 BELOW = 12  # pixels below the last block
 WHOLE_BLOCKS = """
-  const bottoms = [...document.querySelectorAll("main > *")].map((block) => block.getBoundingClientRect().bottom);
+  const blocks = [...document.querySelectorAll("main > *")];
+  const bottoms = blocks.map((block) => block.getBoundingClientRect().bottom);
   return Math.max(...bottoms.filter((bottom) => bottom + arguments[0] <= innerHeight));
 """
 LARGEST = 120_000  # bytes of a picture

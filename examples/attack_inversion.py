@@ -16,7 +16,7 @@ direction.
 
 Without the data's files, it runs on a small stand-in and says so (examples/README.md).
 
-TORCHFIL_DATA=/path/to/data python examples/attack_inversion.py --out out    # two minutes on one CPU core
+TORCHFIL_DATA=/path/to/data python examples/attack_inversion.py --out out  # two minutes on a core
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ def main() -> None:
 
     histories = []
     print(
-        f"{'σ = ' + format(SIGMA, 'g'):<16}{'attribute':<16}{'prior':>6}{'mean η ± std':>24}{'max η':>10}{'test':>12}"
+        f"{'σ = ' + format(SIGMA, 'g'):<16}{'attribute':<16}{'prior':>6}"
+        f"{'mean η ± std':>24}{'max η':>10}{'test':>12}"
     )
     for setting in settings:
         X = setting.task.train_inputs

@@ -233,7 +233,8 @@ def print_table(comparison: Comparison) -> None:
         "interval; PL: privacy loss"
     )
     print(
-        f"{'':<18}{'label':<11}{'subject-level PLIS':<26}{'PL':<26}{'median PLIS of digits, x-rays'}"
+        f"{'':<18}{'label':<11}{'subject-level PLIS':<26}{'PL':<26}"
+        f"{'median PLIS of digits, x-rays'}"
     )
     for name in comparison.readings:
         for choice in CHOICES:

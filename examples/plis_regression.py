@@ -141,7 +141,8 @@ def main() -> None:
         "on top?\n"
     )
     print(
-        f"{'seed':>4}{'ε':>8}{'explained':>12}{'clipped':>10}{'at the end':>14}{'on top':>8}{'run':>10}{'on top':>8}"
+        f"{'seed':>4}{'ε':>8}{'explained':>12}{'clipped':>10}{'at the end':>14}"
+        f"{'on top':>8}{'run':>10}{'on top':>8}"
     )
     results = [
         experiment(seed, max_grad_norm=options.max_grad_norm) for seed in range(options.seeds)

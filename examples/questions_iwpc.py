@@ -117,8 +117,7 @@ def main() -> None:
     rates = guess.true_positive_rate(0.01).amax(dim=1).cpu()
     mixture = guess.mixture_divergence(prior.to(guess.divergence.value.device)).cpu()
     print(
-        "prior: "
-        f"{', '.join(f'{a} {p:.2f}' for a, p in zip(question.answers, prior.tolist(), strict=True))}"
+        f"prior: {', '.join(f'{a} {p:.2f}' for a, p in zip(question.answers, prior, strict=True))}"
     )
     print("patients              D      right at most, if wrong 1 % of the time")
     for name, level in (

@@ -97,28 +97,29 @@ orphan: true
 
 # The papers' tables and figures, measured here
 
-*This page is written by `python -m reproduction --write-page` from `docs/reproduction.json` and the registry in
-`reproduction`; it is not edited by hand.*
+*This page is written by `python -m reproduction --write-page` from `docs/reproduction.json` and the
+registry in `reproduction`; it is not edited by hand.*
 
-torchfil builds on four papers. Every table and figure of theirs is a row below: what they report, what our code
-measures, on which data, in what time, and whether both agree. Where they do not, the reason is given as far as it is
-known."""
+torchfil builds on four papers. Every table and figure of theirs is a row below: what they report,
+what our code measures, on which data, in what time, and whether both agree. Where they do not, the
+reason is given as far as it is known."""
 
-HOW = """* `make reproduce` measures what two cores do within an hour; `make reproduce-gpu` the rest. Both go on where
-  they ended.
-* `python -m reproduction --list` names the rows; `--only plis-figure1,guo-figure2` runs single ones.
-* Data: the folder that `TORCHFIL_DATA` names (examples/README.md). Where files are missing a row runs on made-up data
-  and says so.
-* **stand-in**: not the paper's own setting: other data, a smaller run, or a detail that the paper does not give. What
-  differs is said.
+HOW = """* `make reproduce` measures what two cores do within an hour; `make reproduce-gpu` the
+  rest. Both go on where they ended.
+* `python -m reproduction --list` names the rows; `--only plis-figure1,guo-figure2` runs
+  single ones.
+* Data: the folder that `TORCHFIL_DATA` names (examples/README.md). Where files are missing a row
+  runs on made-up data and says so.
+* **stand-in**: not the paper's own setting: other data, a smaller run, or a detail that the paper
+  does not give. What differs is said.
 * **Time** is processor time. Rows that share a training are timed by the one that runs first.
-* **Who is bound:** bounds on the mean squared error bind *unbiased* attackers who know everything but one example; what
-  is random is the noise (and, in DP-SGD, the draw of batches). η and PLIS are measures, no bounds on an attacker's
-  success.
+* **Who is bound:** bounds on the mean squared error bind *unbiased* attackers who know everything
+  but one example; what is random is the noise (and, in DP-SGD, the draw of batches). η and PLIS are
+  measures, no bounds on an attacker's success.
 * Pictures are drawn by our code with the axes of the papers'; theirs are described in words."""
 
-CHECKS = """What was compared in each row, and by which rule both count as the same. A row *agrees* where all its checks
-hold, *in part* where some do, and *differs* where none does."""
+CHECKS = """What was compared in each row, and by which rule both count as the same. A row *agrees*
+where all its checks hold, *in part* where some do, and *differs* where none does."""
 
 
 def _summary(rows: Sequence[Row], found: Mapping[str, Record]) -> str:

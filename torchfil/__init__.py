@@ -8,11 +8,11 @@ torchfil.equalise    rounds of training that spare the few who are exposed most
 torchfil.fisher      Fisher information of a private step, per example, attribute or direction
 torchfil.bounds      what it means for an attacker
 torchfil.clipping    smooth gradient clipping
-torchfil.attribution  PLIS (which pixels or columns drive an example's loss of privacy), exposure, layers
+torchfil.attribution  PLIS (which pixels or columns drive a privacy loss), exposure, layers
 torchfil.viz         pictures of it
 torchfil.glm         generalised linear models with output perturbation, in closed form
-torchfil.audit       canaries that test ε in one run; torchfil.testing replays a step without somebody
-torchfil.attacks     what attackers achieve; torchfil.compare_with_bounds compares it with the bounds
+torchfil.audit       canaries that test ε in one run; torchfil.testing replays a step
+torchfil.attacks     what attackers achieve; torchfil.compare_with_bounds: beside the bounds
 torchfil.smoothness  is the model smooth enough, and how to make it so
 """
 

@@ -8,8 +8,8 @@ clip function c, the clipped gradient is
 A calibrated clip never exceeds C in norm, so every differential-privacy accountant that assumes the
 sensitivity C stays valid. An uncalibrated clip reaches at most K·C.
 
-    "smooth"      (1 + t⁸)^(1/8), the default: K = 1, and within 0.1 % of hard clipping for t < 0.54 and t > 1.86
-    "hard"        max(1, t), Opacus's; the Cramér–Rao bound needs a derivative, which it lacks at t = 1
+    "smooth"      (1 + t⁸)^(1/8), the default: K = 1, 0.1 % from "hard" for t < 0.54 and t > 1.86
+    "hard"        max(1, t), Opacus's; lacks the derivative that the Cramér–Rao bound needs at t = 1
     "rsqrt"       sqrt(1 + t²): K = 1, and scales gradients down long before they reach C
     "gelu"        GELU(t − 1) + 1 (Guo et al. 2022), calibrated: K = 1.1153
     "gelu-paper"  the same with the paper's threshold: ‖g̃‖ reaches 1.1152 C
@@ -231,7 +231,7 @@ def register_clip(
         >>> register_clip("doctest-bad", lambda t: 1 + t, norm_bound=0.5)
         Traceback (most recent call last):
         ...
-        ValueError: norm_bound=0.5 of clip 'doctest-bad' is too small: t / c(t) reaches 1.000000. ...
+        ValueError: norm_bound=0.5 of clip 'doctest-bad' is too small: t / c(t) reaches ...
     """
     if not overwrite and name in _REGISTRY:
         raise ValueError(f"clip {name!r} is already registered; replace it by overwrite=True")

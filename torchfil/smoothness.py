@@ -75,7 +75,7 @@ class SmoothnessValidator:
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
         >>> [str(error) for error in SmoothnessValidator.validate(model)]
-        ['1 (ReLU): its derivative jumps. Use SmoothnessValidator.fix(model, activation=...) or a smooth layer.']
+        ['1 (ReLU): its derivative jumps. Use SmoothnessValidator.fix(...) or a smooth layer.']
         >>> SmoothnessValidator.fix(model, activation="softplus")[1]
         Softplus(beta=1.0, threshold=20.0)
     """
@@ -207,10 +207,11 @@ class _RecordNonSmooth(TorchDispatchMode):
 
     names = frozenset(
         """
-        relu leaky_relu prelu _prelu_kernel threshold hardtanh hardswish hardsigmoid relu6 selu hardshrink softshrink
-        rrelu_with_noise abs sign sgn floor ceil round maximum minimum max min amax amin sort topk median mode
-        clamp clamp_min clamp_max max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices
-        mkldnn_max_pool2d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d
+        relu leaky_relu prelu _prelu_kernel threshold hardtanh hardswish hardsigmoid relu6 selu
+        hardshrink softshrink rrelu_with_noise abs sign sgn floor ceil round maximum minimum max min
+        amax amin sort topk median mode clamp clamp_min clamp_max max_pool1d max_pool2d max_pool3d
+        max_pool2d_with_indices max_pool3d_with_indices mkldnn_max_pool2d adaptive_max_pool1d
+        adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d
         """.split()  # noqa: SIM905
     )
 
@@ -257,7 +258,8 @@ def _adaptive_average_pool(pool: type[nn.Module], module: Any, activation: str) 
 _JUMPS = "its derivative jumps"
 _MAXIMUM_JUMPS = "the choice of the maximum jumps"
 _ACTIVATIONS = """
-    ReLU ReLU6 LeakyReLU PReLU RReLU Hardtanh Hardswish Hardsigmoid Hardshrink Softshrink Threshold SELU
+    ReLU ReLU6 LeakyReLU PReLU RReLU Hardtanh Hardswish Hardsigmoid Hardshrink Softshrink Threshold
+    SELU
 """.split()  # noqa: SIM905
 for _name in _ACTIVATIONS:
     register_smoothness_rule(getattr(nn, _name), _JUMPS, fix=_activation)

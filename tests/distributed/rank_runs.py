@@ -150,9 +150,17 @@ def take_step(made: Made, x: Tensor, y: Tensor) -> Tensor:
 
 
 def trained(
-    case: str, folder: str | None = None, *, passes: int = 3, step: str = "loop", replayed: Any = None,
-    reshuffled: bool = False, physical: int | None = None, refreshed: bool = False, **options: Any,
-) -> Outcome:  # fmt: skip
+    case: str,
+    folder: str | None = None,
+    *,
+    passes: int = 3,
+    step: str = "loop",
+    replayed: Any = None,
+    reshuffled: bool = False,
+    physical: int | None = None,
+    refreshed: bool = False,
+    **options: Any,
+) -> Outcome:
     """Train in this process, as one of several ranks where there are any, and tell all of it.
 
     ``replayed`` are the draws of one process, or those of every rank.

@@ -20,9 +20,16 @@ D = 5
 
 
 def run(
-    rank: int, probes: int, *, steps: int = 12, rate: float = 1.0, unevenness: float = 0.5, known: float = 0.0,
-    n: int = 3000, seed: int = 0,
-) -> tuple[Leakage, Tensor]:  # fmt: skip
+    rank: int,
+    probes: int,
+    *,
+    steps: int = 12,
+    rate: float = 1.0,
+    unevenness: float = 0.5,
+    known: float = 0.0,
+    n: int = 3000,
+    seed: int = 0,
+) -> tuple[Leakage, Tensor]:
     """Every example takes part in every step with a Fisher information of that rank.
 
     And the true traces.

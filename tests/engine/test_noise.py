@@ -31,9 +31,13 @@ PER_LAYER: dict[str, Any] = {"clipping": "per_layer", "max_grad_norm": [0.5] * 4
 
 
 def private(
-    optimizer: Any = torch.optim.SGD, lr: float = 0.5, secure: bool = False, noise_seed: int | None = None,
-    dataset: Any = None, **options: Any,
-) -> Any:  # fmt: skip
+    optimizer: Any = torch.optim.SGD,
+    lr: float = 0.5,
+    secure: bool = False,
+    noise_seed: int | None = None,
+    dataset: Any = None,
+    **options: Any,
+) -> Any:
     """An engine with model, optimizer and loader; seeded as scripts are."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(11)

@@ -25,9 +25,7 @@ from torchfil.fisher.batch import Measurement
 from torchfil.fisher.results import Estimate
 
 
-def test_the_choice_spends_just_what_is_allowed_and_probes_come_where_skipping_nothing_is_not_enough() -> (
-    None
-):
+def test_the_choice_spends_what_is_allowed_and_probes_come_where_needed() -> None:
     """After the remaining passes at the chosen k and π, the relative variance is the target's
     square.
     """

@@ -121,9 +121,14 @@ def trainer(callback: Any, folder: Path, **more: Any) -> Any:
 
 
 def fit(
-    folder: Path, kind: type = Classifier, data: Any = None, validated: bool = False, inner: Any = None,
-    private: Any = None, **more: Any,
-) -> tuple[Any, Any]:  # fmt: skip
+    folder: Path,
+    kind: type = Classifier,
+    data: Any = None,
+    validated: bool = False,
+    inner: Any = None,
+    private: Any = None,
+    **more: Any,
+) -> tuple[Any, Any]:
     """The callback and the module after a fit."""
     callback, fitted = FILCallback(module=inner, **options(**private or {})), module(kind)
     trainer(callback, folder, **more).fit(

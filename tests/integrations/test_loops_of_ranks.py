@@ -100,9 +100,18 @@ def as_a_rank(module: nn.Module, replayed: Draws | None) -> Iterator[tuple[int, 
 
 
 def lightning_fit(
-    folder: str, *, n: int = 41, batch_size: int = 4, epochs: int = 2, replayed: Draws | None = None,
-    resumed: bool = False, bad: int | None = None, weighted: bool = False, accumulated: int = 1, **options: Any,
-) -> Fitted:  # fmt: skip
+    folder: str,
+    *,
+    n: int = 41,
+    batch_size: int = 4,
+    epochs: int = 2,
+    replayed: Draws | None = None,
+    resumed: bool = False,
+    bad: int | None = None,
+    weighted: bool = False,
+    accumulated: int = 1,
+    **options: Any,
+) -> Fitted:
     """A fit in this process, as one of several ranks where there are any."""
     Path(folder).mkdir(exist_ok=True)
     source, saved = torch.Generator().manual_seed(0), Path(folder) / "last.ckpt"
@@ -140,9 +149,15 @@ def lightning_refusal(folder: str, **options: Any) -> str:
 
 
 def trainer_fit(
-    folder: str, *, n: int = 19, batch_size: int = 3, replayed: Draws | None = None, resumed: str | None = None,
-    saving: dict[str, Any] | None = None, **options: Any,
-) -> Fitted:  # fmt: skip
+    folder: str,
+    *,
+    n: int = 19,
+    batch_size: int = 3,
+    replayed: Draws | None = None,
+    resumed: str | None = None,
+    saving: dict[str, Any] | None = None,
+    **options: Any,
+) -> Fitted:
     """A training run in this process, as one of several ranks where there are any."""
     Path(folder).mkdir(exist_ok=True)
     model, exact = hugging_face.model().double(), Accounting(seed=3, estimator="exact")

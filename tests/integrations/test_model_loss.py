@@ -19,7 +19,7 @@ transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed (torchfil[huggingface])"
 )
 from tests.integrations import test_huggingface as hugging_face  # noqa: E402
-from tests.integrations.model_zoo.hugging_face import (
+from tests.integrations.model_zoo.hugging_face import (  # noqa: E402
     BERT_DROPS,
     BODY,
     ENDS,
@@ -27,7 +27,7 @@ from tests.integrations.model_zoo.hugging_face import (
     GPT2_DROPS,
     T5,
     built,
-)  # noqa: E402
+)
 from torchfil.integrations.huggingface import FILTrainer  # noqa: E402
 
 WORDS, LENGTH, COUNT, CLASSES = 11, 5, 6, 3

@@ -18,7 +18,7 @@ for package in ("transformers", "peft", "timm", "torchvision"):
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed (make test-integrations)", allow_module_level=True)
 
-from tests.integrations.model_zoo.outcomes import (
+from tests.integrations.model_zoo.outcomes import (  # noqa: E402
     CASES,
     DOCS,
     MODELS,
@@ -26,7 +26,7 @@ from tests.integrations.model_zoo.outcomes import (
     outcome_of,
     read_table,
     text_of,
-)  # noqa: E402
+)
 from tests.integrations.model_zoo.truth import assert_true, trained  # noqa: E402
 
 WRITTEN = read_table(DOCS.read_text())

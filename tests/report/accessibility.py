@@ -17,7 +17,8 @@ import pytest
 PACKAGE = "selenium_axe_python"
 _RUN = """
 const done = arguments[arguments.length - 1];
-axe.run(document, {resultTypes: ["violations"]}).then((found) => done(found.violations), (e) => done(String(e)));
+axe.run(document, {resultTypes: ["violations"]})
+  .then((found) => done(found.violations), (e) => done(String(e)));
 """
 
 

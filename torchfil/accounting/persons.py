@@ -3,7 +3,7 @@
 Each of a person's rows r = 1 … k is drawn on its own at rate q, and clipped on its own. With u_r =
 g̃_r/s, s = σC, and the other people's part subtracted, the step releases a draw from
 
-    P = Σ_S w_S φ(· − Σ_{r∈S} u_r),   w_S = q^|S| (1−q)^(k−|S|),   φ = N(0, I), S any set of the rows,
+    P = Σ_S w_S φ(· − Σ_{r∈S} u_r),   w_S = q^|S| (1−q)^(k−|S|),   φ = N(0, I), S any set of rows,
 
 and from φ if the person is absent. How many rows a person has counts as public.
 

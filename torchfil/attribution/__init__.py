@@ -2,8 +2,8 @@
 
     PLIS                  which pixels or columns drive an example's loss of privacy
     exposure              who is most exposed
-    jacobian_sensitivity  how much a layer's gradient changes with the target or the input; no attacker assumed
-    v_information         what a family of classifiers learns from a layer's gradient about a property
+    jacobian_sensitivity  how a layer's gradient changes with the target or the input; no attacker
+    v_information         what classifiers learn from a layer's gradient about a property
     layer_gradients       the gradients by layer, which v_information takes
 
 The layer measures (Mo et al. 2021) compare layers of one network; none is a guarantee. All values

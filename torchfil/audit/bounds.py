@@ -305,11 +305,17 @@ class Audit:
             else verdict
         )
         least = math.floor(100 * self.epsilon) / 100  # a lower bound is not rounded up
-        return f"""claimed ε {self.claimed:.3g}, audited ε ≥ {least:g} ({self.num_canaries:,} canaries)
-The audit {verdict} (δ = {self.delta:g}, p = {self.p_value:.2g}). Each canary ({self.kind}) took part with chance ½.
-At {100 * self.confidence:g} % confidence, the run's ε is at least {least:g}.
-Who takes part, batches and noise are random, and this is one run. Were every guess right, the audit would show
-ε ≥ {self.ceiling:.2g}, and it cannot show more. A low number is no evidence of protection: others may learn more."""
+        return (
+            f"claimed ε {self.claimed:.3g}, audited ε ≥ {least:g} "
+            f"({self.num_canaries:,} canaries)\n"
+            f"The audit {verdict} (δ = {self.delta:g}, p = {self.p_value:.2g}). "
+            f"Each canary ({self.kind}) took part with chance ½.\n"
+            f"At {100 * self.confidence:g} % confidence, the run's ε is at least {least:g}.\n"
+            "Who takes part, batches and noise are random, and this is one run. "
+            "Were every guess right, the audit would show\n"
+            f"ε ≥ {self.ceiling:.2g}, and it cannot show more. "
+            "A low number is no evidence of protection: others may learn more."
+        )
 
 
 def audit_scores(

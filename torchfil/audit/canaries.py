@@ -10,7 +10,8 @@ gradient of canary c. The auditor knows everybody else and their batches, as the
 differential privacy does, and subtracts their part:
 
     r_t = y_t − Σ_people g̃ = Σ_c in_c drawn_{c,t} g̃_c + N(0, s²I),
-    score_c = Σ_t log(1 − q + q exp((⟨g̃_c, r_t − m_c⟩ − ‖g̃_c‖²/2) / s²)),   m_c = (q/2) Σ_{c′≠c} g̃_c′,
+    score_c = Σ_t log(1 − q + q exp((⟨g̃_c, r_t − m_c⟩ − ‖g̃_c‖²/2) / s²)),
+    m_c = (q/2) Σ_{c′≠c} g̃_c′,
 
 the log likelihood ratio of "in" against "out", if the other canaries add their mean. It is computed
 for all canaries at every step, drawn or not: a score of those drawn would reveal who is in.

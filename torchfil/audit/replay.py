@@ -65,8 +65,10 @@ _REMEDIES = {  # of what must not depend on an example
         "Fix it without looking at the data.",
     ),
 }
-_HIDDEN_N = """With torchfil, give make_private sample_rate= and expected_batch_size=. Opacus 1.6 has no such options: \
-its q and its divisor, int(n·q), come from len(data) (opacus#571, opacus#819)."""
+_HIDDEN_N = (
+    "With torchfil, give make_private sample_rate= and expected_batch_size=. Opacus 1.6 has no "
+    "such options: its q and its divisor, int(n·q), come from len(data) (opacus#571, opacus#819)."
+)
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ def main() -> None:
       torchfil inspect run.parquet                       # a saved run in the terminal
       torchfil report run.parquet -o report              # its report; --redacted for one to share
       torchfil watch run.parquet                         # the same while it trains
-      torchfil gate run.parquet --policy policy.toml     # exit code 1 if a threshold is broken; or --preset clinical
+      torchfil gate run.parquet --policy policy.toml     # exit code 1: a threshold is broken
       torchfil card run.parquet --into README.md         # what may be published, into a model card
-      torchfil sign run.parquet --key ~/.ssh/id_ed25519  # vouch for a run; torchfil verify checks who did
-      torchfil compare before.parquet after.parquet      # two runs: what a change did, and who moved
+      torchfil sign run.parquet --key ~/.ssh/id_ed25519  # vouch for a run (verify: who did)
+      torchfil compare before.parquet after.parquet      # two runs: what a change did
       torchfil audit training:train --data training:dataset  # is each step as private as accounted?
       torchfil glm patients.csv --target dose --sigma 0.01 --private vkorc1,age
 

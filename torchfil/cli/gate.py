@@ -95,13 +95,13 @@ def gate(ctx: click.Context, init: bool, redacted: bool, out: Output, **given: A
 
     \b
     Examples:
-      torchfil gate --init                            # writes policy.toml; --preset clinical: that preset
+      torchfil gate --init                            # writes policy.toml (--preset: that one)
       torchfil gate run.parquet --policy policy.toml  # stops a pipeline if a threshold is broken
       torchfil gate run.parquet --preset clinical --sarif gate.sarif --redacted
       torchfil gate run.parquet --list who.csv        # whom to look at
       torchfil gate run.parquet --baseline old.parquet --fail-if-worse --tolerance 0.1
       torchfil gate run.parquet --released old.parquet  # what both models together tell
-      torchfil gate a.parquet b.parquet c.parquet     # repetitions, with aggregate = "pessimistic" in the policy
+      torchfil gate a.parquet b.parquet c.parquet     # repetitions: aggregate = "pessimistic"
     """
     runs = given["run"]
     if init:

@@ -151,7 +151,7 @@ def check(
         >>> found.verdict, found.num_coordinates, [layer.rule for layer in found.layers]
         ('recorded', 4, ['linear, closed form'])
         >>> found.not_smooth
-        ('1 (ReLU): its derivative jumps. Use SmoothnessValidator.fix(model, activation=...) or a smooth layer.',)
+        ('1 (ReLU): its derivative jumps. Use SmoothnessValidator.fix(...) or a smooth layer.',)
     """
     if is_sharded(model):
         raise ValueError(

@@ -225,9 +225,9 @@ def _content(batch: Any) -> Any:
         made.data = dict(vars(batch)["data"])
         return made
     if type(batch) is list or isinstance(batch, _Remembering):
-        return (
-            list(list.__iter__(batch)) if isinstance(batch, list) else tuple(tuple.__iter__(batch))
-        )  # type: ignore[arg-type]
+        if isinstance(batch, list):
+            return list(list.__iter__(batch))
+        return tuple(tuple.__iter__(batch))  # type: ignore[arg-type]
     return batch
 
 

@@ -4,8 +4,8 @@ itself.
 With A = φJᵀP, so that J̃ᵀMJ̃ = κ⊥ A Aᵀ + κ∥ a aᵀ:
 
     "exact"          every column of J
-    "weight-probes"  ‖Au‖² and (Au)⊙(Au) for u ∈ {±1}^p, one Jᵀu each, u shared by the batch: the trace and
-                     the diagonal at once; relative variance at most 2 per probe
+    "weight-probes"  ‖Au‖² and (Au)⊙(Au) for u ∈ {±1}^p, one Jᵀu each, u shared by the batch: the
+                     trace and the diagonal at once; relative variance at most 2 per probe
 
 Only A Aᵀ is sampled: a aᵀ is known exactly once ∇n is (:mod:`torchfil.fisher.operator`), and after
 some training it is half of the trace. A single weight probe saves that derivative: in r =

@@ -6,7 +6,8 @@ Let u = g̃(x)/s and v = g̃(x')/s be the clipped gradients of the true example 
 alternative, s = σC, φ = N(0, I). Under Poisson sampling with rate q, and after subtracting the
 other examples' part, the step releases a draw from
 
-    P = (1−q) φ(·) + q φ(· − u)  with x in the data set,   P' = (1−q) φ(·) + q φ(· − v)  with x' in it,
+    P  = (1−q) φ(·) + q φ(· − u)  with x in the data set,
+    P' = (1−q) φ(·) + q φ(· − v)  with x' in it,
 
 and E_P Σ_t KL_t(P ‖ P') is the divergence D of the transcripts (:mod:`torchfil.guessing` says what
 D means).

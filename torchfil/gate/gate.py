@@ -217,7 +217,7 @@ def notes(run: SavedRun, *, redacted: bool = False) -> list[str]:
     Example:
         >>> weights = np.array([1.0, 0.5, 1.0])
         >>> notes(SavedRun(about={}, ids=np.arange(3), columns={"clip_weight": weights}))
-        ['1 example was trained with a smaller weight, of 3: bounds and ε take the weights as fixed']
+        ['1 example was trained with a smaller weight, of 3: bounds and ε take the weights as ...']
     """
     found, count = [], 0 if redacted else int(is_spared(run).sum())
     if jumps := jumps_of(run.about):

@@ -7,7 +7,8 @@ margins Uᵀx of an example (1, or one less than the number of classes of a soft
 and E the map of the d private inputs into the p coordinates of x (an intercept is public), moving
 example i by z = (z_x, z_y) moves its gradient x_i r_iᵀ and the minimiser by
 
-    G_i z = E z_x r_iᵀ + x_i (M_i UᵀE z_x + C_i z_y)ᵀ ∈ R^{p×K},      J_i = −ω_i A G_i ∈ R^{pK×(d+t)}.
+    G_i z = E z_x r_iᵀ + x_i (M_i UᵀE z_x + C_i z_y)ᵀ ∈ R^{p×K},
+    J_i = −ω_i A G_i ∈ R^{pK×(d+t)}.
 
 **One margin.** With a = M, b = r, c = C, q_i = A x_i, v = A E w, S = A E Eᵀ A, γ_i = a_i²‖w‖² +
 c_i²,

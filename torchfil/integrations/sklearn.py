@@ -36,6 +36,8 @@ class _PrivateEstimator(BaseEstimator):
     """What both have in common: the parameters, and :meth:`_train`."""
 
     _criterion: nn.Module
+    engine_: FILPrivacyEngine
+    module_: nn.Module
 
     def __init__(
         self,

@@ -61,7 +61,7 @@ def prior_guess(question: QuestionRecord, rows: np.ndarray) -> PriorGuess | None
         >>> divergence = np.array([[0.0, 0.02], [0.02, 0.0], [0.0, 0.0002], [0.0, 0.0]])
         >>> asked = QuestionRecord("sex", ["f", "m"], True, divergence, divergence)
         >>> found = prior_guess(asked, np.array([True, True, True, False]))
-        >>> f"{found.blind:.3f} {found.most:.3f} {found.mean:.3f}"  # 2/3, and up to 1/3 · sqrt(D/2) more
+        >>> f"{found.blind:.3f} {found.most:.3f} {found.mean:.3f}"  # 2/3, up to 1/3·√(D/2) more
         '0.667 0.700 0.690'
     """
     shares = baselines.answer_shares(question, rows)

@@ -4,14 +4,14 @@ metric.
 A σ is **predicted and then judged by the gate's own rules**; it is offered only if it keeps all of
 them, those at the level "error" at least. At fixed gradients, with σ' for σ and f = (σ'/σ)²,
 
-==========================  ===================================================================================
+==========================  ====================================================================
 MSE bound, its lower end    times f
 errors of attributes        times √f
-D of a question             over f, exactly where batches are known; at secret draws less, or 7 % more near q = 1
-ε                           computed anew from σ', the sampling rate and the steps (Mironov, Talwar and Zhang 2019)
+D of a question             over f where batches are known; else less, or 7 % more near q = 1
+ε                           computed anew from σ', q and the steps (Mironov, Talwar and Zhang)
 individual ε                at most that
-too few draws               Binomial(steps, q) < 5, the largest of 95 % of the counts over all examples
-==========================  ===================================================================================
+too few draws               Binomial(steps, q) < 5, the largest of 95 % of all examples' counts
+==========================  ====================================================================
 
 A linear model's release has closed forms, and the prediction is exact. Another training takes other
 gradients and other draws: the smallest lower end of many examples differs by a quarter in one of

@@ -31,8 +31,9 @@ from torchfil.run.unit import Facts
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
 FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
 _MECHANISM = """unit unit_names row_reduction rows_per_owner
-    sigma l2 releases noise_multiplier max_grad_norm clip noise sample_rate expected_batch_size steps poisson
-    stream amplification estimator num_probes probe_precision fil_rate rel_error steps_paused loss"""
+    sigma l2 releases noise_multiplier max_grad_norm clip noise sample_rate expected_batch_size
+    steps poisson stream amplification estimator num_probes probe_precision fil_rate rel_error
+    steps_paused loss"""
 PUBLIC = {
     **dict.fromkeys(
         ("kind", "title", "created", "epsilon", "delta", "accountant", "exact", "unit_of_inputs")

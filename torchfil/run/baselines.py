@@ -10,12 +10,12 @@ the blind guess.
 One rule says who is exposed, in page, gate, ``compare``, table and terminal. By the lower end of
 the error's 95 % interval (the error itself where no end is kept), an example is
 
-====================  ==================================================================================
+====================  ============================================================================
 :data:`HALF`          protected only to half a blind guess's error or less
 :data:`BELOW`         protected to less than a blind guess's error
-:data:`BEYOND`        protected beyond a blind guess's error; somebody with beliefs may still come closer
-:data:`UNTOLD`        drawn too rarely to tell: never, or in so few steps that no lower end is known
-====================  ==================================================================================
+:data:`BEYOND`        protected beyond a blind guess's error; beliefs may still come closer
+:data:`UNTOLD`        drawn too rarely to tell: never, or too seldom for a lower end
+====================  ============================================================================
 
 **Exposed** are the first two. What a blind guess errs by is taken, in this order, from
 

@@ -3,16 +3,19 @@ r"""Several released models together: what an attacker learns who sees all of th
 Noise is independent from release to release, so that everything adds, by id. An example that is
 missing in a run was not in its data, and that release adds nothing about it.
 
-===================  ===============================================  ==================================================
-number               of the releases k together                       who is bound
-===================  ===============================================  ==================================================
-MSE bound            1/b = Σ 1/b_k, as I = Σ I_k                      attackers without prior beliefs, on average
-its lower end        the same of the lower ends, each at 95 %         the same; one release untold: all untold
-error of attributes  1/e² = Σ 1/e_k², ends likewise                   the same
-D of a question      D = Σ D_k, ends likewise                         every attacker, as in each run
-ε at δ               Σ ε_k at Σ δ_k, or what Rényi divergences give   every attacker; everybody
-individual ε         Σ ε_k at Σ δ_k, an estimate                      every attacker; nothing is guaranteed
-===================  ===============================================  ==================================================
+===================  =====================================  =====================================
+number               of the releases k together             who is bound
+===================  =====================================  =====================================
+MSE bound            1/b = Σ 1/b_k, as I = Σ I_k            attackers without prior beliefs, on
+                                                            average
+its lower end        of the lower ends, each at 95 %;       the same
+                     one release untold: all untold
+error of attributes  1/e² = Σ 1/e_k², ends likewise         the same
+D of a question      D = Σ D_k, ends likewise               every attacker, as in each run
+ε at δ               Σ ε_k at Σ δ_k, or what Rényi          every attacker; everybody
+                     divergences give
+individual ε         Σ ε_k at Σ δ_k, an estimate            every attacker; nothing is guaranteed
+===================  =====================================  =====================================
 
 The Rényi divergences D_α of releases add, too. Where every file tells its mechanism (σ, q and
 steps, which account for the ε of Opacus's RDP accountant), ε follows from their sum at the largest

@@ -107,9 +107,9 @@ def check_content(
                 isinstance(leaf, Tensor)
                 and not isinstance(leaf, DTensor)
                 and leaf.layout is torch.strided
+                and leaf.untyped_storage().nbytes() < leaf.numel() * leaf.element_size()
             ):
-                if not leaf.untyped_storage().nbytes() >= leaf.numel() * leaf.element_size():
-                    raise ValueError(f"{pytree.keystr(place)} is larger than what is stored of it")
+                raise ValueError(f"{pytree.keystr(place)} is larger than what is stored of it")
         state = checkpoint.get("optimizer_state_dict")
         if optimizer is not None and state:
             _check_optimizer(state, optimizer)

@@ -6,7 +6,8 @@ attribute. Let w_j be the distance between the two values of a column, p_j the s
 that have level j, and T = Σ_j w_j² I_jj the trace of the m levels' information. An unbiased guess
 of the levels, each 0 or 1, is off by at least
 
-    sqrt( r² / (m T) )      (root mean square over levels; r = m − 1 if every example has one of the levels, else m),
+    sqrt( r² / (m T) )      (root mean square over levels;
+                            r = m − 1 if every example has one of the levels, else m),
 
 because tr(I⁻¹) ≥ r²/tr(I) on the r directions in which levels can change. A blind guess answers
 with the shares, and is off by sqrt( Σ_j p_j(1 − p_j) / m ). A plain attribute is the case m = r = 1

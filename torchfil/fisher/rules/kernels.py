@@ -57,7 +57,8 @@ def _group_pulled_kernel(
 
 @triton.jit
 def _group_pulled_twice_kernel(
-    gamma_at, w_at, x_at, mean_at, scale_at, weight_at, to_gamma_at, to_x_at, size, positions, per_group, groups,
+    gamma_at, w_at, x_at, mean_at, scale_at, weight_at, to_gamma_at, to_x_at, size, positions,
+    per_group, groups,
     HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -108,7 +109,8 @@ def _group_pulled_twice_kernel(
 def _unfold_kernel(
     a_at, out_at, size, height, width, out_height, out_width,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    DILATION_H: tl.constexpr, DILATION_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr, BLOCK: tl.constexpr,
+    DILATION_H: tl.constexpr, DILATION_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(0).to(tl.int64)
     position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -131,7 +133,8 @@ def _unfold_kernel(
 def _fold_kernel(
     columns_at, out_at, size, width, out_height, out_width,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
-    DILATION_H: tl.constexpr, DILATION_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr, BLOCK: tl.constexpr,
+    DILATION_H: tl.constexpr, DILATION_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(0).to(tl.int64)
     pixel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -8,7 +8,7 @@ From here on, x are the gates' inputs, however they were computed; m is the cell
 LSTM, otherwise h itself). At the values of a forward pass, every cell is linear in small changes,
 with coefficients that need no sweep:
 
-    ṁ_t = f_t ṁ_{t−1} + Σ_k β_{kt} ȧ_{kt},       ḣ_t = α_t ṁ_t + ω_t ȧ_{ot}        (an LSTM; ḣ_t = ṁ_t otherwise).
+    ṁ_t = f_t ṁ_{t−1} + Σ_k β_{kt} ȧ_{kt},       ḣ_t = α_t ṁ_t + ω_t ȧ_{ot}    (else ḣ_t = ṁ_t).
 
 * The derivative δ = ∂⟨γ, h⟩/∂x is a backward sweep through these equations, from γ
   (:func:`_swept_back`).
