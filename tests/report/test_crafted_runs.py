@@ -28,6 +28,7 @@ from torchfil.run.columns import KEY
 from torchfil.utils.errors import RunFileError
 from torchfil.utils.files import file_sha256
 from torchfil.utils.tables import as_texts
+from torchfil.utils.text import visible
 
 # clears the screen, writes a table that passes, hides what follows; a one-byte CSI, marks that turn
 # text around
@@ -103,6 +104,32 @@ def test_names_are_shown_and_obeyed_nowhere(
         texts.append(refused("gate", edited(run, facts), "--policy", policy))
     for text in texts:
         assert acting(text.replace("\x7f", "")) == []  # JSON leaves the harmless DEL
+
+
+def leaves(value: Any) -> list[str]:
+    """All keys and values of a document of JSON."""
+    parts = [*value, *value.values()] if isinstance(value, dict) else value
+    return (
+        [leaf for part in parts for leaf in leaves(part)]
+        if isinstance(parts, list)
+        else [str(parts)]
+    )
+
+
+def test_written_tables_and_summaries_show_names_alike(policy: Path, tmp_path: Path) -> None:
+    """A file that is printed acts as its texts do, and a program that reads it prints them."""
+    report = write_report(with_fake_names(), tmp_path / "report").parent
+    who, verdicts = tmp_path / "who.csv", tmp_path / "gate.json"
+    policy.write_text("min_mse_bound = 1e9\nmax_gain_over_guessing = 0.01\n")
+    run = save(with_fake_names(), tmp_path / "fake.parquet")
+    call("gate", run, "--policy", policy, "--list", who, "--json-file", verdicts)
+    for path in (report / "leakage.csv", report / "summary.json", who, verdicts):
+        text = path.read_text("utf-8")
+        assert acting(text) == [], path
+        if path.suffix == ".json":  # and as its reader has it
+            text = "".join(leaves(json.loads(text)))
+            assert acting(text) == [], path
+        assert visible(FAKE) in text, path
 
 
 class TestAbsurdNumbers:

@@ -451,4 +451,7 @@ def test_no_input_of_the_action_is_an_option_or_an_output(
         assert (done.returncode, told) == (2, ["outcome=bad input"]), name
         assert len(done.stderr.splitlines()) == 1
         assert not (tmp_path / "lost").exists()
+    for sarif in ("a\noutcome=passed", "a\routcome=passed", str(run)):
+        done, told = acted(tmp_path, RUNS=str(run), POLICY=str(file), SARIF=sarif)
+        assert (done.returncode, told) == (2, ["outcome=bad input"]), sarif
     assert run.read_bytes() == before

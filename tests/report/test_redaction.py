@@ -167,6 +167,15 @@ def test_the_extremes_are_those_of_many() -> None:
     assert attack.ratio == {}
 
 
+def test_the_grid_of_a_public_histogram_does_not_tell_the_largest_value() -> None:
+    values = np.random.default_rng(0).lognormal(size=1000)
+    grids = []
+    for largest in (1e3, 1e90, 1e180):
+        values[17] = largest
+        grids.append(histogram(values, 10).edges)
+    assert grids == [grids[0]] * 3
+
+
 def test_a_violated_bound_is_not_hidden_by_few_targets(tmp_path: Path) -> None:
     attack = planted().attacks[0]
     broken = replace(attack, achieved=attack.achieved / 9, violated=np.arange(3) > 1)
