@@ -72,6 +72,14 @@ def winsorised_mean(values: np.ndarray, factor: float) -> float:
     )
 
 
+def numbers_of_examples(run: SavedRun) -> np.ndarray:
+    """All but 1: the weight of those who were not spared, and σ."""
+    columns = [v for name, v in run.columns.items() if v.dtype.kind == "f" or name == "num_rows"]
+    more = run.attributes.error.ravel(), run.records.values[:, 0]
+    values = np.concatenate([*columns, *more])
+    return values[values != 1]
+
+
 def bytes_of_examples(run: SavedRun) -> list[bytes]:
     """Ids, and every value as text and as binary numbers."""
     wanted = [str(name).encode() for name in run.ids]
@@ -111,12 +119,7 @@ def test_nothing_of_one_example_is_in_any_byte(tmp_path: Path) -> None:
 
     summary = summary_of(page)
     assert not summary["confidential"]
-    values = np.concatenate(
-        [v for name, v in run.columns.items() if v.dtype.kind == "f" or name == "num_rows"]
-        + [run.attributes.error.ravel()]
-    )
-    values = np.concatenate([values, run.records.values[:, 0]])
-    values = values[values != 1]  # the weight of those who were not spared, and σ
+    values = numbers_of_examples(run)
     for found in map(
         float, re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e-?\d+)?(?![\w.])", json.dumps(summary))
     ):
