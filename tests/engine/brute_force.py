@@ -21,8 +21,9 @@ from torch.func import functional_call, grad, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import TensorDataset
 
-from tests.cases import DEVICE, grouped, relative_error
+from tests.cases import DEVICE, relative_error
 from tests.engine.loops import loader, physical_batches
+from tests.engine.ways import start
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher import reference
@@ -85,7 +86,6 @@ def make(
 ) -> Run:
     """A run that is ready to train; the noise and the batches have generators of their own."""
     module.to(DEVICE)
-    engine = FILPrivacyEngine()
     given: dict[str, Any] = {
         "noise_multiplier": SIGMA,
         "max_grad_norm": C,
@@ -97,13 +97,11 @@ def make(
         "noise_generator": torch.Generator(DEVICE).manual_seed(5),
         **options,
     }
-    optimizer = torch.optim.SGD(
-        [p for p in module.parameters() if p.requires_grad], lr=learning_rate
-    )
     plain = copy.deepcopy(module)
     torch.manual_seed(seed)
-    private = engine.make_private(
-        module, optimizer, loader(dataset, batch_size, **loading or {}), **grouped(**given)
+    private_options = {"poisson_sampling": True, "criterion": None, "lr": learning_rate, **given}
+    engine, *private = start(
+        module, loader(dataset, batch_size, **loading or {}), "auto", **private_options
     )
     run = Run(engine, module, plain, *private[:2], private[-1], given)
     if len(private) == 4:

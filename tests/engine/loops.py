@@ -14,7 +14,8 @@ from scipy import optimize, stats
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.cases import DEVICE, grouped, relative_error
+from tests.cases import DEVICE, relative_error
+from tests.engine.ways import start
 from torchfil import FILPrivacyEngine
 
 SIGMA, C = 0.9, 0.8
@@ -59,10 +60,11 @@ def make(
     dataset: Any = None, module: nn.Module | None = None, batch_size: int = 8, **options: Any
 ) -> Any:
     """Engine, module, private model, optimizer and loader."""
-    module, engine = module if module is not None else network(), FILPrivacyEngine()
-    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.3)
+    module = module if module is not None else network()
     plain = dataset if isinstance(dataset, DataLoader) else loader(dataset or data(40), batch_size)
-    return engine, module, *engine.make_private(module, optimizer, plain, **grouped(**options))
+    given = {"poisson_sampling": True, "criterion": None, "lr": 0.3, **options}
+    engine, *parts = start(module, plain, "auto", **given)
+    return engine, module, *parts
 
 
 def step(model: Any, optimizer: Any, batch: Any, loss_fn: Any = F.cross_entropy) -> None:

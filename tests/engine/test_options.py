@@ -125,11 +125,6 @@ def test_training_is_opacus_own(options: Any, ours: Any, how: str | None) -> Non
     assert "clip" not in more or optimizer.max_grad_norms == pytest.approx(LIMITS)
 
 
-def test_the_clip_of_ghost_clipping_is_hard_unless_another_is_given() -> None:
-    assert private(**GHOST, clip="smooth")[1].clip.name == "smooth"
-    assert private(**GHOST)[1].clip.name == "hard"
-
-
 def test_frozen_parameters_have_no_threshold_and_groups_their_own_order() -> None:
     """max_grad_norm goes by the optimizer's trainable parameters, as in Opacus."""
     module = network()

@@ -155,25 +155,6 @@ def test_a_run_that_misses_warns_once_and_goes_on() -> None:
     assert not engine.check_bound().met
 
 
-def test_a_run_may_begin_with_empty_batches() -> None:
-    """Nothing was measured then, so there is nothing to warn of; every step is taken whole."""
-    engine, _, _, private = made()
-    draws, rate = private.batch_sampler, private.sample_rate
-    while not hasattr(draws, "_source"):
-        draws = draws._batches
-    draws.sample_rate = 0.0
-    train(engine, private, 1)
-    assert (engine.ledger, engine._training.run.history.steps) == (None, len(private))
-    draws.sample_rate = rate
-    train(engine, private, 1)
-    assert engine.ledger is not None
-    assert (
-        [engine.ledger.steps]
-        == [count for *_, count in engine.accountant.history]
-        == [2 * len(private)]
-    )
-
-
 REFUSED: dict[str, dict[str, Any]] = {  # the noun that is told
     "no target": {"target_mse_bound": None},
     "positive": {"target_mse_bound": 0.0},

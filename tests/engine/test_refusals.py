@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from tests.cases import DEVICE
 from tests.engine.loops import data, loader, make, network, step
 from torchfil import Accounting, Execution, FILPrivacyEngine
-from torchfil.engine.loader import ids_of_batch
 from torchfil.questions import Absent
 
 NAN = math.nan
@@ -349,13 +348,3 @@ def test_a_run_is_neither_copied_nor_pickled() -> None:
     copy.deepcopy((run.model, run.optimizer.state_dict()))
     for each in (run, Run()):
         each.take()
-
-
-def test_ids_that_are_none_are_told() -> None:
-    for batch, id_of in (
-        ({"x": torch.zeros(2)}, "key"),
-        (("ab", torch.zeros(2)), 0),
-        (([[1], [2]], [0, 0]), 0),
-    ):
-        with pytest.raises((ValueError, TypeError), match="id"):
-            ids_of_batch(batch, id_of)

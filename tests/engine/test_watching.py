@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import errno
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -184,26 +183,6 @@ def test_an_error_of_the_user_ends_the_loop_after_the_step() -> None:
     assert engine.ledger.steps == 3
 
 
-def test_work_keeps_to_its_share_of_the_time() -> None:
-    pace, done, start = TimeShare(0.1, None), 0, time.perf_counter()
-
-    def work() -> None:
-        nonlocal done
-        done += 1
-        time.sleep(0.01)
-
-    pace.call(work)
-    assert done == 1, "the first is always made"
-    while time.perf_counter() - start < 0.6:
-        pace.call(work)
-        time.sleep(0.001)
-    assert 2 <= done <= 1 + 0.1 * (time.perf_counter() - start) / 0.01
-    always, done = TimeShare(1.0, None), 0
-    for _ in range(3):
-        always.call(work)
-    assert done == 3
-
-
 def test_all_ranks_wait_for_the_latest() -> None:
     class Two:
         """Another rank that is late by so much."""
@@ -241,19 +220,3 @@ def test_a_watch_serves_until_it_stops_and_leaves_nothing(
     watch.stop()
     assert engine._training.optimizer.watchers == []
     trained(engine, loader, step, epochs=1)
-
-
-def test_a_notebook_shows_the_page_and_renews_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    shell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell.instance()
-    publisher = pytest.importorskip("IPython.core.displaypub").CapturingDisplayPublisher()
-    monkeypatch.setattr(shell, "display_pub", publisher)
-    monkeypatch.setattr(shell, "kernel", object(), raising=False)
-    engine, loader, step = private()
-    with engine.watch(delta=1e-5, every=2, share=1.0) as watch:
-        with pytest.warns(UserWarning, match="clear the outputs"):
-            watch._ipython_display_()
-        trained(engine, loader, step, epochs=1)
-    first, *updates = publisher.outputs
-    assert "No numbers yet" in first["data"]["text/html"]
-    assert all(each["update"] and each["transient"] == first["transient"] for each in updates)
-    assert "of this run" in updates[-1]["data"]["text/html"]
