@@ -28,7 +28,8 @@ from tests.repeatable import inject
 
 TIMEOUT = 240
 PRELOADED = [
-    f"tests.distributed.test_{part}" for part in ("rank_checkpoints", "rank_faults", "ranks")
+    f"tests.distributed.test_{part}"
+    for part in ("killed_runs", "rank_checkpoints", "rank_faults", "ranks")
 ]
 
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests.cases import DEVICE, relative_error
 from tests.engine.brute_force import C, Pass, Truth, clipped_and_jacobian, random_state
 from tests.engine.loops import data, loader, network
 from tests.engine.test_epsilon import spent
 from tests.engine.test_equivalence import EVERYTHING, LIMITS, SIGMA, WEIGHTS, N, trained
-from tests.engine.ways import LOSS
+from tests.engine.ways import LOSS, Calling
 from torchfil import FILPrivacyEngine
 from torchfil.attribution import PLIS
 
@@ -81,6 +82,38 @@ def test_looks_at_the_data_set(limits: dict[str, Any]) -> None:
         relative_error(run.engine.plis(private=False), PLIS(run.module, LOSS).attribute(x, y))
         < 1e-6
     )
+
+
+def of_one_parameter() -> nn.Module:
+    """The gradient has no direction across it, so that every probe tells the whole truth."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        h = self.size * x.sin()
+        return torch.stack([h.sum(dim=1), (h * h).sum(dim=1), h[:, 0]], dim=1)
+
+    return Calling(forward, size=nn.Parameter(torch.tensor([0.5], dtype=torch.float64)))
+
+
+@pytest.mark.parametrize(
+    ("build", "steps", "options"),
+    [
+        (network, 2, {"estimator": "weight-probes", "max_memory": 20_000}),
+        (of_one_parameter, 56, {"estimator": "weight-probes", "num_probes": 1, "extra_probes": 8}),
+    ],
+)
+def test_a_trace_scales_with_the_squared_weight(
+    build: Any, steps: int, options: dict[str, Any]
+) -> None:
+    """In runs whose weights do not move."""
+    given = {"noise_multiplier": SIGMA, "learning_rate": 0.0, "steps": steps, **options}
+    plain, scaled = (
+        trained("train_step", build(), clip_weights=weights, **given)
+        .engine.totals.get_trace()
+        .value.cpu()
+        for weights in (None, WEIGHTS)
+    )
+    assert float(plain.max()) > 0
+    assert relative_error(scaled, WEIGHTS.square() * plain) < 1e-9
 
 
 def given_as(weights: Any, **options: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,10 +22,13 @@ from torch.utils.data import RandomSampler, TensorDataset
 
 from tests.cases import DEVICE
 from tests.engine.loops import SIGMA, C, Trained, data, exact_epsilon, loader, network, step, train
-from tests.engine.ways import LOSS, Calling
+from tests.engine.test_augmentation import flips
+from tests.engine.ways import LOSS, Calling, start, weights_of
+from tests.engine.ways import step as step_in_a_way
 from torchfil import PLIS, FILPrivacyEngine, Private, bounds
 from torchfil.accounting.norms import ENTRIES, LEVELS, RATIO, NormHistory, added, as_table, squeezed
 from torchfil.clipping import get_clip
+from torchfil.engine.assembly import DatasetPasses
 from torchfil.engine.reading import (
     everybodys_robustness,
     individual_epsilon,
@@ -255,6 +260,43 @@ class TestOfRuns:
         maps = own.attribute(*(t.to(DEVICE) for t in dataset.tensors))
         assert torch.allclose(plis, maps, rtol=1e-5, atol=1e-8)
 
+    def test_norms_are_known_of_a_model_that_always_draws(self) -> None:
+        """A flip inside the model is drawn in a refresh, too, though not from torch's own stream;
+        the norm is that of one of both.
+        """
+        module, dataset = Calling(flips, network=network()), data(40)
+        engine = train(dataset, steps=2, module=module, clip="gelu", criterion=LOSS).engine
+        state = torch.get_rng_state()
+        engine.refresh_norms()
+        assert torch.equal(torch.get_rng_state(), state)
+        found = engine._training.run.history.ratio.double()
+        x, y = (t.to(DEVICE) for t in dataset.tensors)
+        near = []
+        for inputs in (x, x.flip(-1)):
+            gradients = ExampleGradients.build(module.network, LOSS, inputs, y)
+            want = ClippedJacobian(gradients, get_clip("gelu"), C).clipped_norm / C
+            near.append(torch.isclose(found, want, rtol=1e-5))
+        assert (near[0] | near[1]).all()
+        assert min(int(each.sum()) for each in near) > 5
+
+    @pytest.mark.parametrize("way", ["auto", "train_step"])
+    def test_a_refresh_that_fails_leaves_a_whole_step(
+        self, way: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Weights, ledger and accountant have all taken it, and the next one works."""
+        module = network()
+        given = {"norm_refresh": 1, "lr": 0.3, "poisson_sampling": True}
+        engine, *parts, batches = start(module, loader(data(40)), way, **given)
+        for steps, batch in zip((1, 2), batches, strict=False):
+            before = weights_of(module)
+            with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
+                if steps == 1:
+                    patch.setattr(DatasetPasses, "_batches", mock.Mock(side_effect=OSError("gone")))
+                    stack.enter_context(pytest.raises(OSError, match="gone"))
+                step_in_a_way(engine, *parts, *batch, way)
+            assert engine.ledger.steps == engine.accountant.history[0][2] == steps
+            assert not torch.equal(weights_of(module), before)
+
     def test_rdp_bound_from_the_accountants_history(self) -> None:
         engine = train(data(40), steps=7).engine
 
@@ -398,7 +440,8 @@ def test_a_public_label_or_column_is_no_protection(public: str) -> None:
         "poisson_sampling": False,
         "estimator": "exact",
     }
-    options |= {"loss_fn": lambda losses, _: losses.mean(), "private": Private(coordinates=[1, 2])}
+    mean = lambda losses, _: losses.mean()  # noqa: E731
+    options |= {"loss_fn": mean, "criterion": mean, "private": Private(coordinates=[1, 2])}
     engine = train(TensorDataset(x, label), steps=6, batch_size=n, module=Mean(), **options).engine
     found = engine.get_population_mse_bound()
     reached = noise[:, 1:].square().mean().item()  # by answering what is told

@@ -109,6 +109,14 @@ def test_ways(way: str) -> None:
         assert {0, 1} <= {len(begun.ids) for passes in run.passes for begun in passes}
 
 
+@pytest.mark.parametrize("way", ["loop", "hooks", "train_step"])
+def test_a_run_may_begin_with_empty_batches(way: str) -> None:
+    loading = {"generator": torch.Generator().manual_seed(6)}
+    run = trained(way, batch_size=1, steps=3, loading=loading, **EVERYTHING)
+    assert [len(begun.ids) for passes in run.passes for begun in passes] == [0, 0, 1]
+    assert_true(run)
+
+
 HARD = {"clip": "hard", "max_grad_norm": 1.4}  # so that some are clipped
 LIMITS = {"max_grad_norm": [0.2, 0.05, 0.3, 0.1], "clipping": "per_layer"}
 

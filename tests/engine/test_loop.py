@@ -23,6 +23,7 @@ from opacus.schedulers import ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import (
     DataLoader,
@@ -702,3 +703,49 @@ def test_a_booked_step_whose_update_was_cut_short_is_told(
         trained(engine, model, optimizer, batches, steps=1)
     trained(engine, model, optimizer, batches, steps=1)  # and said once
     assert engine.ledger.steps == sum(steps for *_, steps in engine.accountant.history) == 4
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="CUDA graphs swap no weights")
+@pytest.mark.parametrize("way", ["auto", "train_step"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_ctrl_c_while_torch_swaps_weights_leaves_the_known_ones(way: str, call: int) -> None:
+    module = network()
+    engine, *parts = start(module, data(40), way)
+    trained(engine, *parts, way, steps=2)
+    template = engine._training.replica.template
+    held = [*module.parameters(), *template.parameters()]
+    swap, calls = NamedMemberAccessor.swap_tensors_dict, itertools.count(1)
+
+    def stopped(self: Any, named: Any, allow_missing: bool = False) -> Any:
+        if next(calls) != call:
+            return swap(self, named, allow_missing)
+        swap(self, dict(itertools.islice(named.items(), 1)), allow_missing)
+        raise KeyboardInterrupt
+
+    with (
+        mock.patch.object(NamedMemberAccessor, "swap_tensors_dict", stopped),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        trained(engine, *parts, way, steps=1)
+    now = [*module.parameters(), *template.parameters()]
+    assert all(a is b for a, b in zip(now, held, strict=True))
+    trained(engine, *parts, way, steps=1)
+
+
+def test_ctrl_c_leaves_autograd_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step, and in a reading that passes over examples."""
+    engine, *parts = start(network(), data(40), "train_step")
+
+    def train() -> None:
+        trained(engine, *parts, "train_step", steps=1)
+
+    def stopped(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    for work in (train, engine.plis):
+        monkeypatch.setattr(torch.no_grad, "__exit__", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        assert torch.is_grad_enabled()
+        train()

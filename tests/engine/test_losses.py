@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
 from tests.cases import DEVICE, relative_error
@@ -23,7 +24,7 @@ from tests.engine.loops import assert_same_run, data, network
 from tests.engine.ways import LOSS, Calling, examples, start, step, taken, trained, weights_of
 from torchfil import FILPrivacyEngine
 from torchfil.engine import LossMismatchError
-from torchfil.fisher import reference
+from torchfil.fisher import models, reference
 
 BCE = F.binary_cross_entropy_with_logits
 X, Y = data(24).tensors
@@ -214,6 +215,7 @@ TOKENS = 4
 class Output:
     logits: Tensor
     loss: Tensor | None = None
+    hidden: Tensor | None = None
 
 
 def loss_of(kind: str, logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
@@ -333,6 +335,76 @@ def test_a_loss_of_the_logits_is_identified() -> None:
     engine = by_itself(*parts, loss=lambda o, y: loss_of("next", o.logits, y))
     assert engine._training.run.loss.name == "CrossEntropyLoss(reduction='mean') of the next token"
     assert bool((engine.get_fil().value > 0).all())
+
+
+class Checkpointed(nn.Module):
+    """A block with dropout and the model's own loss, each under a checkpoint.
+
+    The block's input is an output, too.
+    """
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.first, self.block = network(), nn.Sequential(network(3), nn.Dropout(0.3))
+        self.reentrant = reentrant
+
+    def around(self, part: Any, *inputs: Tensor) -> Any:
+        if self.reentrant is None:
+            return part(*inputs)
+        return checkpoint(part, *inputs, use_reentrant=self.reentrant)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        hidden = self.first(x)
+        logits = self.around(self.block, hidden)
+        if labels is None:
+            return Output(logits)
+        return Output(logits, self.around(partial(loss_of, "next"), logits, labels), hidden)
+
+
+@pytest.mark.filterwarnings("ignore:the loss is a mean over all targets")
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("way", ["auto", "train_step", "hooks"])
+def test_checkpoints_in_a_model_with_its_own_loss_change_nothing(way: str, reentrant: bool) -> None:
+    def run(reentrant: bool | None) -> tuple[FILPrivacyEngine, nn.Module]:
+        torch.manual_seed(0)
+        module, mode = Checkpointed(reentrant), "hooks" if way == "hooks" else "auto"
+        options = {"lr": 0.3, "seed": 3, "noise_generator": torch.Generator(DEVICE).manual_seed(5)}
+        return by_itself(*start(module, items(), mode, criterion=None, **options), way), module
+
+    models.warn_of_skipped_checkpoints.cache_clear()
+    with pytest.warns(UserWarning, match="checkpoints are skipped"):
+        found = run(reentrant)
+    assert_same_run(found, run(None), 1e-9)
+
+
+class Both(Own):
+    """(loss, logits), as Hugging Face's models return tuples."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        out = super().forward(x, labels)
+        return (x.sum() if out.loss is None else out.loss), out.logits
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("mode", ["ghost", "auto"])
+def test_a_criterion_of_one_output_of_several(mode: str, labelled: bool) -> None:
+    """Opacus's tutorial on BERT: ``criterion(outputs[1], y)`` of a model with its own loss."""
+
+    def run(module: Any, call: Any) -> tuple[FILPrivacyEngine, nn.Module]:
+        options = {"noise_generator": torch.Generator(DEVICE).manual_seed(5), "seed": 3, "lr": 0.3}
+        engine, model, optimizer, *more = start(
+            module, (X, X, X, Y), grad_sample_mode=mode, **options
+        )
+        for batch in more[-1]:
+            x, *_, y = [leaf.to(DEVICE) for leaf in batch]
+            optimizer.zero_grad()
+            (more[0] if mode == "ghost" else LOSS)(call(model, x, y), y).backward()
+            optimizer.step()
+        return engine, getattr(module, "inner", module)
+
+    both = Both(lambda _self, _x, logits, labels: F.cross_entropy(logits, labels))
+    ours = run(both, lambda model, x, y: model(x, labels=y if labelled else None)[1])
+    assert_same_run(ours, run(network(), lambda model, x, _: model(x)), 1e-9)
 
 
 TERMS: dict[str, Any] = {  # that do not go through the logits

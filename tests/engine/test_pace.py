@@ -216,6 +216,17 @@ def test_few_are_measured_anew_after_the_first_passes() -> None:
     assert bool(((low <= exact.value) & (exact.value <= high)).all())
 
 
+@pytest.mark.slow
+def test_sums_with_extra_probes_stay_unbiased() -> None:
+    truth = frozen_run(0, 44, estimator="exact").totals.get_trace().value
+    seeds = 12
+    runs = [frozen_run(seed, 44, num_probes=1, extra_probes=6) for seed in range(seeds)]
+    found = torch.stack([engine.totals.get_trace().value for engine in runs]) / truth
+    for ratio in (found.T, found.mean(dim=1)[None]):  # of each example, and of all together
+        error = ratio.std(dim=1) / seeds**0.5
+        assert bool(((ratio.mean(dim=1) - 1).abs() < 4 * error).all())
+
+
 def test_every_measurement_of_physical_batches_adds_up() -> None:
     sums = train(
         data(40), steps=44, physical=5, batch_size=20, num_probes=1, extra_probes=3

@@ -138,26 +138,7 @@ def audit_labels(
     y, ref, *models = (
         torch.as_tensor(v).cpu() for v in (labels, reference, outputs, placebo) if v is not None
     )
-    if not (
-        ref.ndim == 2
-        and y.shape == ref.shape[:1]
-        and all(each.shape == ref.shape for each in models)
-    ):
-        raise ValueError(
-            f"labels, reference, outputs: {[[*v.shape] for v in (y, ref, *models)]} must be [n], "
-            "[n, k], [n, k]"
-        )
-    odd = (
-        ~(
-            ((y[:, None] == torch.arange(len(ref.T))) & (ref > 0)).any(1)
-            & ((ref.sum(1) - 1).abs() < 1e-3)
-        )
-    ).nonzero()
-    if len(odd):
-        raise ValueError(
-            f"rows {odd[:3, 0].tolist()} of reference must sum to 1, above 0 for the label "
-            "trained with"
-        )
+    _check_scores(y, ref, models)
     if not reference_error >= 0:
         raise ValueError(f"reference_error={reference_error} must be at least 0")
     if not 0 < confidence < 1:
@@ -206,6 +187,23 @@ def audit_labels(
     return LabelAudit(
         epsilon, wrong, len(pairs), delta, confidence, reference_error, claimed, exceeds
     )
+
+
+def _check_scores(y: torch.Tensor, ref: torch.Tensor, models: list[torch.Tensor]) -> None:
+    """Shapes fit, and every row of the reference is a distribution that allows its label."""
+    shapes = [each.shape for each in (y, ref, *models)]
+    if ref.ndim != 2 or shapes != [ref.shape[:1]] + (len(shapes) - 1) * [ref.shape]:
+        raise ValueError(
+            f"labels, reference, outputs: {[[*shape] for shape in shapes]} must be [n], [n, k], "
+            "[n, k]"
+        )
+    allowed = ((y[:, None] == torch.arange(len(ref.T))) & (ref > 0)).any(1)
+    odd = (~(allowed & ((ref.sum(1) - 1).abs() < 1e-3))).nonzero()
+    if len(odd):
+        raise ValueError(
+            f"rows {odd[:3, 0].tolist()} of reference must sum to 1, above 0 for the label "
+            "trained with"
+        )
 
 
 def _right_guesses(scores: torch.Tensor) -> list[tuple[int, int, int]]:

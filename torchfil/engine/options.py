@@ -208,21 +208,7 @@ class Accounting:
             self, "track", (self.track,) if isinstance(self.track, str) else tuple(self.track)
         )
         object.__setattr__(self, "questions", check_questions(self.questions))
-        for name in ("num_probes", "norm_refresh", "accumulation_steps", "rows_per_owner"):
-            value = getattr(self, name)
-            if value is not None and not value >= 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        for name, meaning in (
-            ("fil_rate", "measuring a step"),
-            ("sample_rate", "drawing an example"),
-        ):
-            value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"{name}={value} must lie in (0, 1]: the probability of {meaning}")
-        for name in ("epochs", "expected_batch_size"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name}={value} must be positive and finite")
+        self._check_numbers()
 
         # what must fit together
         for name, values in (("unit", ("owner", "row")), ("row_reduction", ("mean", "sum"))):
@@ -244,6 +230,27 @@ class Accounting:
         if self.amplification is not None:
             get_amplification(self.amplification)
         check_estimator(self.estimator)
+        self._check_probes()
+
+    def _check_numbers(self) -> None:
+        for name in ("num_probes", "norm_refresh", "accumulation_steps", "rows_per_owner"):
+            value = getattr(self, name)
+            if value is not None and not value >= 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        for name, meaning in (
+            ("fil_rate", "measuring a step"),
+            ("sample_rate", "drawing an example"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise ValueError(f"{name}={value} must lie in (0, 1]: the probability of {meaning}")
+        for name in ("epochs", "expected_batch_size"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value} must be positive and finite")
+
+    def _check_probes(self) -> None:
+        """What is measured fits the estimator and the number of probes."""
         by_probes = self.estimator != EXACT
         matrix = "matrix" in self.needs.quantities and by_probes
         if matrix and self.num_probes == 1:

@@ -242,6 +242,21 @@ def _table(history: Sequence[Round]) -> list[str]:
     return aligned(list(zip(*kept, strict=True)))
 
 
+def _check_rounds(max_rounds: int, fresh_runs: int, floor: float, margin: float) -> None:
+    if not max_rounds >= 1:
+        raise ValueError(
+            f"max_rounds={max_rounds} must be at least 1, and 2 to train with the chosen weights"
+        )
+    if not fresh_runs >= 0:
+        raise ValueError(f"fresh_runs={fresh_runs} must be 0 or a number of further trainings")
+    if not 0 < floor <= 1:
+        raise ValueError(f"floor={floor} must lie in (0, 1]: the smallest clip weight")
+    if not 1 <= margin < math.inf:
+        raise ValueError(
+            f"margin={margin} must be at least 1: weights aim at this many times the target"
+        )
+
+
 def equalise(
     train: Callable[[Tensor | None], Any],
     *,
@@ -317,18 +332,7 @@ def equalise(
         The weights, the engine trained with them, the history and the cost; print it.
     """
     goal = Goal(target, question, false_positive_rate, share, confidence)
-    if not max_rounds >= 1:
-        raise ValueError(
-            f"max_rounds={max_rounds} must be at least 1, and 2 to train with the chosen weights"
-        )
-    if not fresh_runs >= 0:
-        raise ValueError(f"fresh_runs={fresh_runs} must be 0 or a number of further trainings")
-    if not 0 < floor <= 1:
-        raise ValueError(f"floor={floor} must lie in (0, 1]: the smallest clip weight")
-    if not 1 <= margin < math.inf:
-        raise ValueError(
-            f"margin={margin} must be at least 1: weights aim at this many times the target"
-        )
+    _check_rounds(max_rounds, fresh_runs, floor, margin)
     if delta is not None and not 0 < delta < 1:
         raise ValueError(f"delta={delta} must lie strictly between 0 and 1")
     if weights is not None:

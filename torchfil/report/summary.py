@@ -239,8 +239,7 @@ def summarise(
     status = baselines.status_of(run)
     measured = status != baselines.NOT_MEASURED
     fil, bound = (run.column(name)[measured] for name in ("fil", "mse_bound"))
-    low = run.columns.get("mse_bound_low")
-    low = None if low is None else np.asarray(low, dtype=np.float64)[measured]
+    low = run.column("mse_bound_low")[measured] if "mse_bound_low" in run.columns else None
     stated = None if policy is None else policy.blind_error
     ratios = baselines.error_ratios(run, stated)
 
@@ -248,6 +247,10 @@ def summarise(
     spread = run.baselines if stated is None else None
     blind = None if redacted and spread is not None else baselines.typical_blind_error(run, stated)
     lowest_end = _lowest_end(low, smallest)
+    classes = exposed = None
+    if ratios is not None:
+        classes = baselines.classes_of_ratios(ratios)
+        exposed = stats.published_count(int((ratios < 1).sum()), smallest)
 
     return Summary(
         redacted=redacted,
@@ -258,12 +261,8 @@ def summarise(
         lower_bounds=stats.published_count(int((status == baselines.LOWER_BOUND).sum()), smallest),
         blind=blind,
         knows=None if blind is None or spread is None else spread.knows,
-        classes=class_counts(
-            run, None if ratios is None else baselines.classes_of_ratios(ratios), smallest
-        ),
-        exposed=None
-        if ratios is None
-        else stats.published_count(int((ratios < 1).sum()), smallest),
+        classes=class_counts(run, classes, smallest),
+        exposed=exposed,
         exposure=_exposure(fil, bound, low, lowest_end, blind, smallest),
         lowest_end=lowest_end,
         bounds={name: run.bounds[name] for name in ("rdp_mse_bound", "rero") if name in run.bounds},

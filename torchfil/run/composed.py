@@ -89,13 +89,7 @@ def compose(runs: Sequence[SavedRun]) -> SavedRun:
     """
     first, names = runs[0], names_of(runs)
     for run, own in zip(runs[1:], names[1:], strict=True):
-        check_alike(first, run)
-        for name in ("dataset.num_coordinates", "dataset.most_coordinates"):  # d of η̄² = tr(I)/d
-            one, other = setting(first, name), setting(run, name)
-            if one != other:
-                raise ValueError(
-                    f"{name} is {one} and {other}, so that nothing adds; leave the other run out"
-                )
+        _check_adds(first, run)
         if not len(np.intersect1d(own, names[0])) > 0:
             raise ValueError(
                 "a released run shares no ids with the first; give runs whose ids mean the same "
@@ -140,6 +134,17 @@ def compose(runs: Sequence[SavedRun]) -> SavedRun:
         if everybody and (attributes is None) == (first.attributes is None)
         else None,
     )
+
+
+def _check_adds(first: SavedRun, run: SavedRun) -> None:
+    """Both speak of the same inputs, with the same d of η̄² = tr(I)/d."""
+    check_alike(first, run)
+    for name in ("dataset.num_coordinates", "dataset.most_coordinates"):
+        one, other = setting(first, name), setting(run, name)
+        if one != other:
+            raise ValueError(
+                f"{name} is {one} and {other}, so that nothing adds; leave the other run out"
+            )
 
 
 Key = str | tuple[str, ...]  # of a column; of errors of attributes, or of divergences of answers

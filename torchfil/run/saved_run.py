@@ -734,6 +734,20 @@ def jumps_of(about: Facts) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
+def _is_of_kind(value: Any, kinds: Any, name: str) -> bool:
+    """Whether an entry is what ``_KINDS`` says, and lies where numbers of its name lie."""
+    if isinstance(value, bool) or kinds is bool:
+        return isinstance(value, kinds) and kinds is bool
+    if not isinstance(value, kinds):
+        return False
+    if isinstance(value, list):
+        numbers = [isinstance(end, int | float) and not isinstance(end, bool) for end in value]
+        return len(value) == 2 and all(numbers)
+    if name in _NUMBERS:
+        return bool(0 <= value <= (1 if name in _SHARES else math.inf))  # not NaN, either
+    return True
+
+
 def _check_kinds(about: Facts) -> None:
     """Raise for entries of another kind than whoever reads them expects.
 
@@ -741,16 +755,7 @@ def _check_kinds(about: Facts) -> None:
     """
     for name, (expected, kinds) in _KINDS.items():
         value = value_at(about, name)
-        fits = value is None or (
-            isinstance(value, kinds) and (kinds is bool or not isinstance(value, bool))
-        )
-        if fits and isinstance(value, list):
-            fits = len(value) == 2 and all(
-                isinstance(end, int | float) and not isinstance(end, bool) for end in value
-            )
-        if fits and name in _NUMBERS and value is not None:
-            fits = 0 <= value <= (1 if name in _SHARES else math.inf)  # not NaN, either
-        if not fits:
+        if value is not None and not _is_of_kind(value, kinds, name):
             raise ValueError(f"about: {name!r} is {value!r}, which is not {expected}")
     checked_metrics(
         {name: (each["value"], each["on"]) for name, each in (about.get("metrics") or {}).items()}

@@ -239,21 +239,11 @@ def attribute_table(
     for name, scale in (attribute_scales or {}).items():
         where = f"attribute_scales[{name!r}]"
         j = _place_of(name, coordinates, where)
-        own = (
-            f"{where}: it is a level of {group_of.get(j)!r}, whose levels are shares; leave it out"
-        )
         if j in group_of:
-            raise ValueError(own)
-        if not isinstance(scale, tuple | list) or len(scale) not in (2, 3):
-            raise TypeError(
-                f"{where} = {scale!r} must be (unit, scale) or (unit, scale, offset): ('years', "
-                "14.2)"
-            )
-        units[j], factors[j], offsets[j] = (*scale, 0.0)[:3]
-        if not (factors[j] != 0 and math.isfinite(factors[j]) and math.isfinite(offsets[j])):
             raise ValueError(
-                f"{where} = {scale!r}: the scale must be finite and not 0, the offset finite"
+                f"{where}: it is a level of {group_of[j]!r}, whose levels are shares; leave it out"
             )
+        units[j], factors[j], offsets[j] = _checked_scale(where, scale)
 
     members: dict[str | int, list[int]] = {}  # by group, or by coordinate
     for j in range(d):
@@ -269,6 +259,20 @@ def attribute_table(
         np.arange(d),
         np.zeros(d, dtype=np.int64),
     )
+
+
+def _checked_scale(where: str, scale: Scale) -> tuple[str, float, float]:
+    """Unit, scale and offset of an attribute."""
+    if not isinstance(scale, tuple | list) or len(scale) not in (2, 3):
+        raise TypeError(
+            f"{where} = {scale!r} must be (unit, scale) or (unit, scale, offset): ('years', 14.2)"
+        )
+    unit, factor, offset = (*scale, 0.0)[:3]
+    if not (factor != 0 and math.isfinite(factor) and math.isfinite(offset)):
+        raise ValueError(
+            f"{where} = {scale!r}: the scale must be finite and not 0, the offset finite"
+        )
+    return unit, factor, offset
 
 
 def _group_of(groups: Mapping[str, Sequence[str]], coordinates: Sequence[str]) -> dict[int, str]:

@@ -80,13 +80,9 @@ def build_saved_run(
     keeps what was read from the data set until the next save of the run; None: it is read again.
     ``named`` are options of :func:`attribute_table`.
     """
-    kept = Kept() if kept is None else kept
+    kept = kept or Kept()
     utility = checked_metrics(metrics)
-    if input_range is not None and not -math.inf < input_range[0] < input_range[1] < math.inf:
-        raise ValueError(
-            f"input_range={input_range} must be the lowest and the highest value of a coordinate, "
-            "finite"
-        )
+    _check_range(input_range)
     passes, ids, d = training.passes, leakage.ids, leakage.num_coordinates
     table = tracked_table(training, leakage, named, with_texts=texts is not None)
     attacked, labels = _attack_records(leakage, attacks), _labels(groups or {}, ids.all())
@@ -133,6 +129,14 @@ def build_saved_run(
         rounds={} if equalised is None else equalised.columns(),
         baselines=None if blind is None else baselines(blind, table),
     )
+
+
+def _check_range(input_range: tuple[float, float] | None) -> None:
+    if input_range is not None and not -math.inf < input_range[0] < input_range[1] < math.inf:
+        raise ValueError(
+            f"input_range={input_range} must be the lowest and the highest value of a coordinate, "
+            "finite"
+        )
 
 
 def check_options(options: Mapping[str, object]) -> None:
