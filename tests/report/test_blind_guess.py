@@ -164,15 +164,9 @@ class TestSaved:
         tmp_path: Path, x: Any, y: Any, private: Any = None, outputs: int = 2, **options: Any
     ) -> Any:
         dataset = TensorDataset(torch.as_tensor(x, dtype=torch.float64), torch.as_tensor(y))
-        loss = (
-            {}
-            if not torch.is_floating_point(dataset.tensors[1])
-            else {"loss_fn": nn.functional.mse_loss}
-        )
-        model = nn.Linear(dataset.tensors[0].shape[1], outputs).double()
-        engine = train(
-            dataset, steps=3, module=model, track=("diagonal",), private=private, **loss
-        ).engine
+        loss = {"loss_fn": nn.functional.mse_loss} if outputs == 1 else {}
+        given = {"module": nn.Linear(x.shape[1], outputs).double(), "private": private, **loss}
+        engine = train(dataset, steps=3, track=("diagonal",), **given).engine
         return load(engine.save_run(tmp_path / "run.parquet", delta=1e-5, **options))
 
     def test_who_is_exposed_is_told_by_the_label(self, tmp_path: Path) -> None:
@@ -215,12 +209,13 @@ class TestSaved:
 
         level = np.where(RNG.random(90) < 0.8, y, RNG.integers(3, size=90))
         table = np.column_stack([np.eye(3)[level], x[:, 1]])
-        names, groups = ["a", "b", "c", "age"], {"kind": ["a", "b", "c"]}
-        options: dict[str, Any] = {
-            "attribute_groups": groups,
-            "attribute_scales": {"age": ("years", -10.0)},
-        }
-        run = self.saved(tmp_path, table, y, outputs=3, attribute_names=names, **options)
+        run = self.saved(
+            *(tmp_path, table, y),
+            outputs=3,
+            attribute_names=["a", "b", "c", "age"],
+            attribute_groups={"kind": ["a", "b", "c"]},
+            attribute_scales={"age": ("years", -10.0)},
+        )
         for label in range(3):
             own = y == label
             share = table[own, :3].mean(axis=0)
@@ -242,10 +237,7 @@ class TestSaved:
         classes, errors = run.columns["public_class"], run.baselines.errors
         assert (np.sum(classes == 2), len(errors)) == (60, 3)
         read = classes < 2
-        assert (
-            len({(a, b) for a, b in zip(classes[read].tolist(), y[read].tolist(), strict=True)})
-            == 2
-        )
+        assert len(set(zip(classes[read].tolist(), y[read].tolist(), strict=True))) == 2
         sizes = np.bincount(classes[read])
         assert errors[2] == pytest.approx(np.sqrt(np.sum(sizes * errors[:2] ** 2) / 60))
         assert blind_errors(run).shape == (3, 2)

@@ -94,34 +94,17 @@ def test_names_are_shown_and_obeyed_nowhere(
     texts = [gated.output, refused("compare", run, other), steps.read_text("utf-8")]
     for command in (("inspect", run), ("compare", run, run), ("gate", run, "--policy", policy)):
         texts += [call(*command).stdout, call(*command, "--json").stdout]
-    for redacted in (False, True):
-        texts.append(
-            write_report(with_fake_names(), tmp_path / "report", redacted=redacted).read_text(
-                "utf-8"
-            )
-        )
+    for redacted in (True, False):
+        page = write_report(load(run), tmp_path / "report", redacted=redacted)
+        texts.append(page.read_text("utf-8"))
     for facts in ({"version": FAKE}, {"columns": {"fil": FAKE}}):
-        texts.append(refused("gate", edited(run, facts), "--policy", policy))
+        texts.append(refused("gate", edited(other, facts), "--policy", policy))
     for text in texts:
         assert acting(text.replace("\x7f", "")) == []  # JSON leaves the harmless DEL
 
-
-def leaves(value: Any) -> list[str]:
-    """All keys and values of a document of JSON."""
-    parts = [*value, *value.values()] if isinstance(value, dict) else value
-    return (
-        [leaf for part in parts for leaf in leaves(part)]
-        if isinstance(parts, list)
-        else [str(parts)]
-    )
-
-
-def test_written_tables_and_summaries_show_names_alike(policy: Path, tmp_path: Path) -> None:
-    """A file that is printed acts as its texts do, and a program that reads it prints them."""
-    report = write_report(with_fake_names(), tmp_path / "report").parent
-    who, verdicts = tmp_path / "who.csv", tmp_path / "gate.json"
+    # a file that is printed acts as its texts do, and a program that reads it prints them
+    report, who, verdicts = page.parent, tmp_path / "who.csv", tmp_path / "gate.json"
     policy.write_text("min_mse_bound = 1e9\nmax_gain_over_guessing = 0.01\n")
-    run = save(with_fake_names(), tmp_path / "fake.parquet")
     call("gate", run, "--policy", policy, "--list", who, "--json-file", verdicts)
     for path in (report / "leakage.csv", report / "summary.json", who, verdicts):
         text = path.read_text("utf-8")
@@ -130,6 +113,15 @@ def test_written_tables_and_summaries_show_names_alike(policy: Path, tmp_path: P
             text = "".join(leaves(json.loads(text)))
             assert acting(text) == [], path
         assert visible(FAKE) in text, path
+
+
+def leaves(value: Any) -> list[str]:
+    """All keys and values of a document of JSON."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list):
+        return [leaf for part in value for leaf in leaves(part)]
+    return [str(value)]
 
 
 class TestAbsurdNumbers:

@@ -380,11 +380,6 @@ def test_nothing_is_advised_where_the_noise_is_not_known(mechanism: dict[str, An
 @pytest.mark.parametrize(
     ("about", "cost"),
     [
-        ({}, "not measured"),
-        (
-            {"metrics": {"accuracy": {"value": 0.931, "on": ""}}},
-            "not measured (now accuracy 0.931)",
-        ),
         (
             {"noise_choice": {"pilot_noise_multipliers": [1.0, 1.2]}},
             "not measured; ε = "
