@@ -11,6 +11,7 @@ import pytest
 import torch
 from opacus.validators import errors
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from tests.engine.loops import data, loader, make, network, step, train
 from tests.test_cli import call, refused
@@ -103,3 +104,17 @@ def test_the_engines_refusal_is_opacus_error_too() -> None:
         step(model, optimizer, next(iter(loader)))
     assert isinstance(caught.value, UnsupportedModuleError)
     assert isinstance(caught.value, ValueError)
+
+
+class WebLoader(IterableDataset[Any]):
+    """Looks like a loader, as WebDataset's and Fabric's do."""
+
+    batch_size, dataset = 4, data(24)
+
+    def __iter__(self) -> Any:
+        return iter(self.dataset)
+
+
+def test_a_loader_that_a_library_wraps_is_no_loader() -> None:
+    with pytest.raises(TypeError, match=r"WebLoader. Pass the plain DataLoader"):
+        private("make_private", WebLoader())

@@ -308,6 +308,27 @@ class TestAccumulation:
             runs.append(weights_of(module))
         assert relative_error(*runs) < 1e-12
 
+    def test_a_draw_may_have_many_parts(self) -> None:
+        given = {
+            "batches": loader(data(140), 2),
+            "accumulation_steps": 70,
+            "poisson_sampling": True,
+        }
+        _, engine, model, optimizer, batches = begun(**given)
+        for batch in batches:
+            backward(model, batch)
+        optimizer.step()
+        assert taken(engine) == [1] * 140
+
+    def test_passes_that_only_log_are_not_kept(self) -> None:
+        *_, model, _optimizer, batches = begun()
+        x, _ = next(iter(batches))
+        passes = []
+        for _ in range(3):
+            model(x.to(DEVICE))
+            passes.append(len(model._observer.waiting))
+        assert passes == [0, 0, 0]
+
     def test_the_noise_for_an_epsilon_is_that_of_whole_draws(self) -> None:
         found = []
         for steps, size in ((3, 16), (1, 48)):
@@ -325,16 +346,28 @@ class TestAccumulation:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_schedulers_see_every_step(way: str) -> None:
-    """A scheduler over the private optimizer counts its steps."""
+def test_schedulers_and_hooks_see_every_step(way: str) -> None:
+    """A scheduler over the private optimizer counts its steps, and torch's hooks run around each
+    update.
+    """
     engine, model, optimizer, batches = start(mlp(), examples(), way, lr=0.8)
+    seen: list[str] = []
+    plain, inner = optimizer.original_optimizer, optimizer.step
+    plain.register_step_pre_hook(lambda *_: seen.append("before"))
+    plain.register_step_post_hook(lambda *_: seen.append("after"))
+    accountant = optimizer.step_hook
+    optimizer.attach_step_hook(lambda stepped: (seen.append("released"), accountant(stepped)))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    assert optimizer.step is not inner  # by which it counts
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*lr_scheduler")
         for x, y in batches:
             step(engine, model, optimizer, x, y, way)
             scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.8 * 0.5 ** len(batches)
+    assert seen == ["released", "before", "after"] * len(batches)
+    assert plain.param_groups[0]["lr"] == 0.8 * 0.5 ** len(batches)
+    assert engine.ledger is not None
+    assert engine.ledger.steps == len(batches)
 
 
 def test_a_deep_copy_is_a_plain_model() -> None:

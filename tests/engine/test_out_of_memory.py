@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+import weakref
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from tests.engine.brute_force import Run, make, take, train
 from tests.engine.hunger import room_for
 from tests.engine.loops import assert_same_run, data, network
 from tests.engine.test_state import same
+from torchfil.fisher.operator import ClippedJacobian
+from torchfil.fisher.recording import RecordedJacobian
 from torchfil.questions import Label
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -122,3 +126,48 @@ def test_a_step_without_memory_is_not_taken_and_can_be_repeated(way: str, own: b
     take(run, batch)
     go_on(whole, way)
     assert_same(run, whole, 1e-12)
+
+
+class Held:
+    """How many Jacobians and sums of clipped gradients are in memory at once, at most."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.jacobians: WeakSet[Any] = WeakSet()
+        self.sums: list[weakref.ref[Tensor]] = []
+        self.most_jacobians = self.most_sums = self.pieces = 0
+        for kind in (RecordedJacobian, ClippedJacobian):
+            patch.setattr(kind, "clipped_sum", self.counting(kind.clipped_sum))
+
+    def counting(self, own: Any) -> Any:
+        def clipped_sum(jacobian: Any, mask: Any = None) -> Any:
+            self.pieces += 1
+            self.jacobians.add(jacobian)
+            found = own(jacobian, mask)
+            self.sums += map(weakref.ref, found.values())
+            alive = sum(each() is not None for each in self.sums) / len(found)
+            self.most_jacobians = max(self.most_jacobians, len(self.jacobians))
+            self.most_sums = max(self.most_sums, alive)
+            return found
+
+        return clipped_sum
+
+
+@pytest.mark.parametrize("way", ["recorded", "train_step", "per layer"])
+@pytest.mark.parametrize("every", [1, 4])
+def test_pieces_are_added_as_they_come(
+    way: str, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A smaller limit holds no more sums.
+
+    The numbers are the same. every: so many backward passes for a step.
+    """
+    if way == "train_step" and every > 1:
+        pytest.skip("train_step takes whole batches")
+    whole, cut = (begun(way, max_memory=limit, poisson_sampling=every == 1) for limit in (2**20, 1))
+    train(whole, steps=2, way=way, every=every)
+    held = Held(monkeypatch)
+    train(cut, steps=2, way=way, every=every)
+    assert held.pieces > 20
+    assert held.most_sums <= 2
+    assert held.most_jacobians == 1
+    assert_same(cut, whole)

@@ -300,3 +300,22 @@ def test_what_cannot_be_accounted_for_is_refused(name: str, tmp_path: Path) -> N
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def test_fabric_takes_a_plain_loader() -> None:
+    """Its model and optimizer do; a loader that it has set up is refused with this remedy."""
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    network, engine = nn.Linear(3, 2), FILPrivacyEngine()
+    model, optimizer = fabric.setup(network, torch.optim.SGD(network.parameters(), lr=LR))
+    plain = DataLoader(TensorDataset(torch.randn(12, 3), torch.arange(12) % 2), batch_size=4)
+    with pytest.raises(
+        TypeError,
+        match=r"Got _FabricDataLoader. Pass the plain DataLoader",
+    ):
+        engine.make_private(model, optimizer, fabric.setup_dataloaders(plain), noise_multiplier=1.0)
+    model, optimizer, loader = engine.make_private(model, optimizer, plain, noise_multiplier=1.0)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert engine.get_fil().value.max() > 0

@@ -410,3 +410,13 @@ def test_no_input_of_the_action_is_an_option_or_an_output(
         done, told = acted(tmp_path, RUNS=str(run), POLICY=str(file), SARIF=sarif)
         assert (done.returncode, told) == (2, ["outcome=bad input"]), sarif
     assert run.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "python", ["eval", "-c", "", f"{sys.executable} -c", f"{sys.executable}\n", "./none"]
+)
+def test_the_python_of_the_action_is_a_file(tmp_path: Path, python: str) -> None:
+    for step in (0, 1):
+        done, told = acted(tmp_path, step, PYTHON=python, RUNS="run.parquet")
+        assert (done.returncode, told) == (1 + (step == 0), [])
+        assert ("is not a program that can be found" in done.stderr) == (step == 0)
