@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.cases import DEVICE, grouped
+from tests.cases import DEVICE
 from tests.engine import ways
 from tests.engine.loops import SIGMA, C, data, loader, network, step, train
 from torchfil import FILPrivacyEngine
@@ -125,10 +125,9 @@ def start(seed: int = 0, n: int = 93, batch: int = 8, **options: Any) -> Any:
     torch.manual_seed(0)
     # many steps are taken, and the pace does not depend on the model
     module = nn.Linear(5, 3).double().to(DEVICE)
-    engine, noise = FILPrivacyEngine(), torch.Generator(device=DEVICE).manual_seed(5)
-    options = grouped(criterion=nn.CrossEntropyLoss(), noise_generator=noise, seed=seed, **options)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    return engine, *engine.make_private(module, optimizer, loader(data(n), batch), **options)
+    noise = torch.Generator(device=DEVICE).manual_seed(5)
+    given = {"poisson_sampling": True, "noise_generator": noise, "lr": 0.1, **options}
+    return ways.start(module, loader(data(n), batch), "auto", seed=seed, **given)
 
 
 def go_on(made: Any, epochs: int, *, whole: bool = True) -> FILPrivacyEngine:
