@@ -440,8 +440,7 @@ def test_a_public_label_or_column_is_no_protection(public: str) -> None:
         "poisson_sampling": False,
         "estimator": "exact",
     }
-    mean = lambda losses, _: losses.mean()  # noqa: E731
-    options |= {"loss_fn": mean, "criterion": mean, "private": Private(coordinates=[1, 2])}
+    options |= {"loss_fn": lambda losses, _: losses.mean(), "private": Private(coordinates=[1, 2])}
     engine = train(TensorDataset(x, label), steps=6, batch_size=n, module=Mean(), **options).engine
     found = engine.get_population_mse_bound()
     reached = noise[:, 1:].square().mean().item()  # by answering what is told

@@ -179,7 +179,10 @@ def squares(out: Tensor) -> Tensor:
     return out.square().sum()
 
 
-ALONE: list[tuple[Any, Any, str]] = [(torch.mean, torch.mean, "auto")]
+ALONE: list[tuple[Any, Any, str]] = [
+    (torch.sum, torch.sum, "auto"),
+    (torch.mean, torch.mean, "auto"),
+]
 ALONE += [
     (lambda out: out.sum(dim=1).mean(), torch.sum, "auto"),
     (squares, squares, "inputs alone"),
@@ -187,9 +190,11 @@ ALONE += [
 
 
 @pytest.mark.parametrize(("of_batch", "of_one", "way"), ALONE)
-def test_a_loss_of_the_outputs_alone(of_batch: Any, of_one: Any, way: str) -> None:
+def test_a_loss_of_the_outputs_alone_is_identified_or_given(
+    of_batch: Any, of_one: Any, way: str
+) -> None:
     """Each example's own gradient is clipped, not B times it; of batches of 5 and 3."""
     loss = lambda out, _: of_batch(out)  # noqa: E731
-    run = trained(numbers(8), way=way, loss=loss, criterion=loss)
+    run = trained(numbers(8), way=way, loss=loss, criterion=None if way == "auto" else loss)
     run.plain.function, run.true_loss = run.module.function, lambda out, _: of_one(out)
     assert_true(run)

@@ -7,9 +7,9 @@ batch), it must be
     δ_i = c w_i ∂ℓ(o_i, y_i)/∂o_i        c = 1/B for a mean over the batch, 1 for a sum
 
 with weights w_i that are 1, or those of a mean over the batch's tokens (:class:`TokenMean`). This
-one comparison identifies cross-entropy, binary cross-entropy with logits and squared error; any
-other loss has to be given as ``criterion=``. At every step it catches class weights, label
-smoothing, scaling and anything else that the engine does not know about.
+one comparison identifies cross-entropy, binary cross-entropy with logits, squared error and losses
+of the outputs alone; any other loss has to be given as ``criterion=``. At every step it catches
+class weights, label smoothing, scaling and anything else that the engine does not know about.
 
 A model that computes its loss itself (``model(**batch).loss``, as Hugging Face's do) returns one
 number for a batch. A gradient γ at that number counts as γ ∂loss/∂output at the outputs that the
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -120,12 +121,15 @@ class IdentifiedLoss:
             are.
         is_models_own: Whether the model computes it, and it cannot be computed from the other
             outputs.
+        summed: Whether the loop adds it up over the batch, whatever ``loss_reduction`` says, as
+            ``out.sum()`` does.
     """
 
     name: str
     function: LossFunction
     place: int | None = None
     is_models_own: bool = False
+    summed: bool = False
 
     @classmethod
     def of(cls, criterion: LossFunction) -> IdentifiedLoss:
@@ -158,6 +162,9 @@ class IdentifiedLoss:
         that count. For a criterion of the user's, targets that are shifted by one (causal language
         models) may be meant as well.
         """
+        if self.summed:
+            assert isinstance(targets, Tensor)
+            return [float(len(targets))]
         if (
             not isinstance(targets, Tensor)
             or targets.is_floating_point()
@@ -293,7 +300,8 @@ def identify_loss(
     reached = [k for k, gradient in enumerate(gradients) if bool(gradient.any())] or [0]
     if len(reached) == 1 and isinstance(targets, Tensor):
         output, at_output = tensors_of(outputs)[reached[0]], gradients[reached[0]]
-        for loss in _candidates(output, targets, reduction):
+        candidates = _candidates(output, targets, reduction)
+        for loss in itertools.chain(candidates, _losses_of_outputs(reduction)):
             with contextlib.suppress(LossMismatchError):
                 alone = output_gradients(loss, output, targets)
                 if any(_agreements(loss, alone, at_output, targets)):
@@ -418,6 +426,23 @@ def _reshaped(loss: Callable[..., Tensor], outputs: Tensor, targets: Tensor) -> 
     """The loss with targets in the outputs' shape: the loop's ``y.unsqueeze(1).float()``."""
     targets = targets if targets.is_floating_point() else targets.to(outputs.dtype)
     return loss(outputs, targets.reshape(outputs.shape))
+
+
+def _losses_of_outputs(reduction: str) -> Iterator[IdentifiedLoss]:
+    """± the sum or the mean of an example's outputs, whatever its targets.
+
+    Loops write them as ``out.sum()`` and ``-out.mean()``, Opacus's own tests among them.
+    """
+    kinds = (Tensor.sum, Tensor.mean)
+    for summed, sign, kind in itertools.product((False, True), (1, -1), kinds):
+        name = f"{'minus ' * (sign < 0)}the {kind.__name__} of an example's outputs"
+        if not summed or reduction == "mean":
+            name += ", added up over the batch" * summed
+            yield IdentifiedLoss(name, partial(_signed, sign, kind), summed=summed)
+
+
+def _signed(sign: int, kind: Callable[[Tensor], Tensor], outputs: Tensor, _: object) -> Tensor:
+    return sign * kind(outputs)
 
 
 def _common_factor(expected: object, observed: object) -> float | None:
