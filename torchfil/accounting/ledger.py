@@ -212,6 +212,8 @@ class Ledger:
                 is added.
         """
         self.flush_if_full()
+
+        # all of it is checked before any of it is queued
         queued, size, layout = [], self._bytes_queued, self._sums.layout
         for each in contributions:
             size += each.squared_norm.nbytes
@@ -223,6 +225,8 @@ class Ledger:
                         f"{len(each.rows)} examples it must have "
                         f"{(len(each.rows), *layout[name].shape)}"
                     )
+
+            # a step that was not measured still counts as a participation
             if len(each.rows):
                 told: dict[str, Tensor | float] = {
                     "participations": 1,

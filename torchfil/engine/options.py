@@ -255,6 +255,8 @@ class Accounting:
         matrix = "matrix" in self.needs.quantities and by_probes
         if matrix and self.num_probes == 1:
             raise ValueError("track=('fim',) from probes needs num_probes of at least 2")
+
+        # a target for the error sets probes and skipped steps itself
         if self.rel_error is not None:
             given, steered = (
                 f"rel_error={self.rel_error}",
@@ -270,6 +272,8 @@ class Accounting:
                 )
             if not by_probes:
                 raise ValueError(f"{given} needs estimator='weight-probes', not {self.estimator!r}")
+
+        # the most exposed of a step are measured again, so every step has to be measured
         if self.extra_probes:
             given, fewest = (
                 f"extra_probes={self.extra_probes}",
