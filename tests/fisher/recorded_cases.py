@@ -241,6 +241,8 @@ LAYERS: Cases = {
     "instancenorm": (lambda: nn.InstanceNorm2d(3, affine=True), (3, 4, 4)),
     "own parameters beside a child": (scaled, (4,)),
     "prelu": (lambda: nn.PReLU(4), (4,)),
+    "gelu": (lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)), (4,)),
+    "silu": (lambda: nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 2)), (4,)),
 }
 # With the first parameter frozen, too.
 FROZEN = (

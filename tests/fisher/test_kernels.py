@@ -53,6 +53,34 @@ def test_group_norm(batch: int, channels: int, positions: int, groups: int, weig
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize(("channels", "positions", "groups"), [(8, 25, 4), (6, 3000, 2), (4, 1, 2)])
+def test_normalised_sums(channels: int, positions: int, groups: int) -> None:
+    delta, x = (
+        drawn(3, channels, positions).requires_grad_(),
+        drawn(3, channels, positions).requires_grad_(),
+    )
+    sums = (delta * F.group_norm(x, groups)).sum(dim=2), delta.sum(dim=2)
+    cotangents = drawn(3, channels), drawn(3, channels)
+    expected = torch.autograd.grad(sums, (delta, x), cotangents)
+    _, mean, scale = torch.native_group_norm(
+        x.detach(), None, None, 3, channels, positions, groups, 1e-5
+    )
+    given = delta.detach(), x.detach(), mean, scale
+    found = kernels.normalised_sums(*given)
+    for a, b in zip(found, sums, strict=True):
+        torch.testing.assert_close(a, b.detach())
+    for a, b in zip(kernels.normalised_sums_back(*given, found, cotangents), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gelu() -> None:
+    w, gamma, x = (drawn(7, 333).requires_grad_() for _ in range(3))
+    (first,) = torch.autograd.grad(F.gelu(x), x, gamma, create_graph=True)
+    expected = torch.autograd.grad(first, (gamma, x), w)
+    found = kernels.gelu_pulled_twice(w.detach(), gamma.detach(), x.detach())
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize(
     "walk",  # size, stride, dilation and padding, each down and across
     [

@@ -25,12 +25,12 @@ from torch.func import vmap
 
 from torchfil.fisher.gradients import ExampleGradients, LossFunction, ModelFacts
 from torchfil.fisher.masks import replayed_masks
-from torchfil.fisher.models import autocast_now, call_with, has_active_dropout, wide
+from torchfil.fisher.models import Replaced, autocast_now, call_with, has_active_dropout, wide
 from torchfil.fisher.recording.uses import Use, Uses, WatchedParameters, by_example, layouts_of
 from torchfil.fisher.rules.attention import attends_in_steps
 from torchfil.fisher.rules.base import Call, LayerRule, SummedRule, UnsupportedCallError, rule_for
 from torchfil.fisher.rules.parameters import GenericRule, ParameterRule, ReparametrisedRule
-from torchfil.fisher.rules.substitutes import listening, reports_uses, with_substitutes
+from torchfil.fisher.rules.substitutes import FUNCTIONS, listening, reports_uses, with_substitutes
 from torchfil.private import added_to_outputs
 from torchfil.utils.trees import map_tensors, tensors_of
 
@@ -403,6 +403,7 @@ def _run(
         stack.enter_context(with_substitutes(model, layers.plain, z.device.type))
         if len(layers.by_module) > len(layers.hooked):
             stack.enter_context(listening(listener))
+        stack.enter_context(Replaced(FUNCTIONS.get(z.device.type, {})))
         if watched.leaves:
             stack.enter_context(watched)
         if examples.masks:

@@ -6,6 +6,7 @@ both.
 # ruff: noqa: F401
 
 from torchfil.fisher.rules import (
+    activation,
     attention,
     convolution,
     linear,

@@ -106,6 +106,67 @@ def _group_pulled_twice_kernel(
 
 
 @triton.jit
+def _normalised_sums_kernel(
+    delta_at, x_at, mean_at, scale_at, along_at, plain_at, rows, positions, per_group,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = row < rows
+    mean = tl.load(mean_at + row // per_group, mask=there, other=0.0)
+    scale = tl.load(scale_at + row // per_group, mask=there, other=0.0)
+    along = tl.zeros([ROWS, BLOCK], delta_at.dtype.element_ty)
+    plain = tl.zeros([ROWS, BLOCK], delta_at.dtype.element_ty)
+    lanes = tl.arange(0, BLOCK)
+    for start in range(0, positions, BLOCK):
+        place = row[:, None] * positions + (start + lanes)[None, :]
+        inside = there[:, None] & (start + lanes < positions)[None, :]
+        delta = tl.load(delta_at + place, mask=inside, other=0.0)
+        x = tl.load(x_at + place, mask=inside, other=0.0)
+        along += delta * (x - mean[:, None])
+        plain += delta
+    tl.store(along_at + row, tl.sum(along, axis=1) * scale, mask=there)
+    tl.store(plain_at + row, tl.sum(plain, axis=1), mask=there)
+
+
+@triton.jit
+def _normalised_sums_back_kernel(
+    delta_at, x_at, mean_at, scale_at, from_along_at, from_plain_at, mean_v_at, along_v_at,
+    to_delta_at, to_x_at,
+    size, positions, per_group, BLOCK: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    row = place // positions
+    group = row // per_group
+    mean = tl.load(mean_at + group, mask=inside, other=0.0)
+    scale = tl.load(scale_at + group, mask=inside, other=0.0)
+    from_along = tl.load(from_along_at + row, mask=inside, other=0.0)
+    x_hat = (tl.load(x_at + place, mask=inside, other=0.0) - mean) * scale
+    v = from_along * tl.load(delta_at + place, mask=inside, other=0.0)
+    to_delta = from_along * x_hat + tl.load(from_plain_at + row, mask=inside, other=0.0)
+    mean_v = tl.load(mean_v_at + group, mask=inside, other=0.0)
+    along_v = tl.load(along_v_at + group, mask=inside, other=0.0)
+    tl.store(to_delta_at + place, to_delta, mask=inside)
+    tl.store(to_x_at + place, scale * (v - mean_v - x_hat * along_v), mask=inside)
+
+
+@triton.jit
+def _gelu_pulled_twice_kernel(
+    w_at, gamma_at, x_at, to_gamma_at, to_x_at, size, BLOCK: tl.constexpr
+):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    kind = tl.float64 if x_at.dtype.element_ty == tl.float64 else tl.float32
+    w = tl.load(w_at + place, mask=inside, other=0.0).to(kind)
+    gamma = tl.load(gamma_at + place, mask=inside, other=0.0).to(kind)
+    x = tl.load(x_at + place, mask=inside, other=0.0).to(kind)
+    density = tl.exp(-0.5 * x * x) * 0.3989422804014327
+    first = 0.5 * (1 + tl.math.erf(x * 0.7071067811865476)) + x * density
+    tl.store(to_gamma_at + place, w * first, mask=inside)
+    tl.store(to_x_at + place, w * gamma * (2 - x * x) * density, mask=inside)
+
+
+@triton.jit
 def _unfold_kernel(
     a_at, out_at, size, height, width, out_height, out_width,
     KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
@@ -202,6 +263,74 @@ def _over_groups(
         BLOCK=block,
         num_warps=_warps(block),
     )
+
+
+def normalised_sums(delta: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ_t δ_t x̂_t and Σ_t δ_t, [batch, channels], for contiguous δ and x, [batch, channels,
+    positions].
+    """
+    batch, channels, positions = x.shape
+    rows = batch * channels
+    block = min(triton.next_power_of_2(positions), 1024)
+    together = 2048 // block
+    along, plain = x.new_empty(batch, channels), x.new_empty(batch, channels)
+    _normalised_sums_kernel[(triton.cdiv(rows, together),)](
+        delta,
+        x,
+        mean,
+        scale,
+        along,
+        plain,
+        rows,
+        positions,
+        channels // mean.shape[1],
+        ROWS=together,
+        BLOCK=block,
+    )
+    return along, plain
+
+
+def normalised_sums_back(
+    delta: Tensor, x: Tensor, mean: Tensor, scale: Tensor, sums: _Tensors, cotangents: _Tensors
+) -> _Tensors:
+    """The derivatives of ⟨cotangents, :func:`normalised_sums`⟩ with respect to δ and x; ``sums`` is
+    its result.
+    """
+    batch, channels, positions = x.shape
+    groups = mean.shape[1]
+    (along, plain), (from_along, from_plain) = sums, cotangents
+    size = channels // groups * positions
+    mean_v = (from_along * plain).reshape(batch, groups, -1).sum(dim=2) / size
+    along_v = (from_along * along).reshape(batch, groups, -1).sum(dim=2) / size
+    to_delta, to_x = torch.empty_like(x), torch.empty_like(x)
+    _normalised_sums_back_kernel[(triton.cdiv(x.numel(), _ELEMENTWISE_BLOCK),)](
+        delta,
+        x,
+        mean,
+        scale,
+        from_along.contiguous(),
+        from_plain.contiguous(),
+        mean_v,
+        along_v,
+        to_delta,
+        to_x,
+        x.numel(),
+        positions,
+        channels // groups,
+        BLOCK=_ELEMENTWISE_BLOCK,
+    )
+    return to_delta, to_x
+
+
+def gelu_pulled_twice(w: Tensor, gamma: Tensor, x: Tensor) -> _Tensors:
+    """The derivatives of ⟨w, γy′⟩ with respect to γ and x, for y = xΦ(x) and contiguous tensors of
+    one shape.
+    """
+    to_gamma, to_x = torch.empty_like(x), torch.empty_like(x)
+    _gelu_pulled_twice_kernel[(triton.cdiv(x.numel(), _ELEMENTWISE_BLOCK),)](
+        w, gamma, x, to_gamma, to_x, x.numel(), BLOCK=_ELEMENTWISE_BLOCK
+    )
+    return to_gamma, to_x
 
 
 _Pair = tuple[int, int]

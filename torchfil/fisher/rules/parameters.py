@@ -29,7 +29,7 @@ from torchfil.fisher.rules.base import (
 )
 from torchfil.fisher.rules.convolution import convolve
 from torchfil.fisher.rules.linear import TransposedLinearRule
-from torchfil.fisher.rules.normalisation import group_norm
+from torchfil.fisher.rules.normalisation import group_norm, layer_norm
 
 _roles: WeakKeyDictionary[nn.Module, dict[int | str, str]] = WeakKeyDictionary()
 
@@ -363,9 +363,7 @@ def _layer_norm(
 ) -> Operation | None:
     shape = tuple(normalized_shape)
     module = _stand_in(nn.LayerNorm, shape, eps, elementwise_affine=False)
-    return _operation(
-        module, input, weight, bias, lambda w, b: F.layer_norm(input, shape, w, b, eps)
-    )
+    return _operation(module, input, weight, bias, lambda w, b: layer_norm(input, shape, w, b, eps))
 
 
 def _rms_norm(

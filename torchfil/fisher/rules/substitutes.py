@@ -1,4 +1,4 @@
-"""Substitutes for layers with a slow second derivative, used inside a recorded pass.
+"""Substitutes for layers and functions with a slow second derivative, used inside a recorded pass.
 
 The outputs are the same. Derivatives with respect to the layers' weights are not defined, because a
 recorded pass treats weights as constants. Each family of layers registers its own substitutes.
@@ -25,7 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch._functorch.utils import unwrap_dead_wrappers
 
-from torchfil.fisher.models import convolutions_in_tf32, product_precision, products_in, set_inside
+from torchfil.fisher.models import (
+    REDUCED,
+    convolutions_in_tf32,
+    product_precision,
+    products_in,
+    set_inside,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +49,13 @@ class _Substitute(NamedTuple):
     reports_uses: bool
     device: str | None
 
+
+# Torch's functions that recorded passes compute otherwise, by device, for
+# :class:`torchfil.fisher.models.Replaced`.
+FUNCTIONS: dict[str, dict[Callable[..., Any], Callable[..., Tensor | None]]] = {
+    "cpu": {},
+    "cuda": {},
+}
 
 # the forward pass does not depend on them
 _HARMLESS = frozenset({"extra_repr", "reset_parameters"})
@@ -163,17 +176,29 @@ def with_substitutes(
             delattr(module, method)
 
 
-def kernels_for(tensor: Tensor) -> Any:
+def is_served(value: Any) -> bool:
+    """Whether substitutes of functions apply: to a differentiated tensor on a CPU, in float32 or
+    float64.
+
+    They do not apply under autocast, which cannot see inside them.
+    """
+    if not isinstance(value, Tensor) or not value.requires_grad or value.device.type != "cpu":
+        return False
+    return value.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
+
+
+def kernels_for(tensor: Tensor, *, reduced: bool = False) -> Any:
     """The module :mod:`torchfil.fisher.rules.kernels`.
 
     None if torch must compute: CPUs, no Triton, other dtypes.
 
-    Triton launches on the current GPU, whichever GPU holds the tensors, so tensors of other GPUs
-    are not served.
+    ``reduced`` says that bfloat16 and float16 are served, too. Triton launches on the current GPU,
+    whichever GPU holds the tensors, so tensors of other GPUs are not served.
     """
     if not tensor.is_cuda or tensor.device.index != torch.cuda.current_device():
         return None
-    return _kernels(tensor.device) if tensor.dtype in (torch.float32, torch.float64) else None
+    served = tensor.dtype in (torch.float32, torch.float64) or (reduced and tensor.dtype in REDUCED)
+    return _kernels(tensor.device) if served else None
 
 
 @functools.cache
@@ -182,9 +207,7 @@ def _kernels(device: torch.device) -> Any:
     try:
         from torchfil.fisher.rules import kernels
 
-        kernels.unfold_patches(
-            torch.ones(1, 1, 2, 2, device=device), (1, 1), (1, 1), (1, 1), (0, 0)
-        )
+        kernels.gelu_pulled_twice(*torch.ones(3, 8, device=device))
     except Exception as error:
         logger.info(
             "Triton does not work on %s, so second derivatives are slower: %s", device, error
