@@ -31,6 +31,7 @@ from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks, replayed_masks
 from torchfil.fisher.recording import RecordedForward
 from torchfil.private import Examples, decoder_tokens
+from torchfil.utils.given import Outputs, Targets
 from torchfil.utils.trees import form_of, map_tensors, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -52,9 +53,9 @@ class StartedGraph:
         outputs: The model's outputs.
     """
 
-    captured: Any
+    captured: object
     replays: int
-    outputs: Any
+    outputs: Outputs
 
 
 @dataclass(eq=False)
@@ -85,8 +86,8 @@ class ForwardPass:
     batch: object
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outputs: Any
-    targets: Any = NO_TARGETS
+    outputs: Outputs
+    targets: Targets = NO_TARGETS
     masks: tuple[Tensor, ...] = ()
     recorded: RecordedForward | StartedGraph | None = None
     examples: Examples | None = None
@@ -343,9 +344,9 @@ class LossInside:
     def forward_pass(
         self,
         tracker: BatchTracker,
-        args: Any,
+        args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        outputs: Any,
+        outputs: Outputs,
         masks: tuple[Tensor, ...],
     ) -> ForwardPass:
         """The call on the current batch that gave these outputs (with their graph), with labels and
@@ -419,7 +420,11 @@ class LossInside:
         return tensors_of(outputs), [weights[name] for name in trainable]
 
     def _gives_the_same(
-        self, args: Any, without: dict[str, Any], outputs: Any, masks: tuple[Tensor, ...]
+        self,
+        args: tuple[Any, ...],
+        without: dict[str, Any],
+        outputs: Outputs,
+        masks: tuple[Tensor, ...],
     ) -> bool:
         """Whether the other outputs are the same without labels."""
         live: nn.Module = self.replica.live
@@ -653,7 +658,7 @@ class RecordedModule(AbstractGradSampleModule):
             if p.requires_grad
         ]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Outputs:
         """The module's outputs; in training, cut off from the graph.
 
         Raises:

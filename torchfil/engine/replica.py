@@ -39,6 +39,7 @@ from torchfil.private import (
 )
 from torchfil.private.batches import ROWS, as_rows, named_inputs
 from torchfil.private.choice import floating_inputs
+from torchfil.private.examples import Public
 from torchfil.utils.errors import UnsupportedModuleError
 from torchfil.utils.trees import form_of, map_tensors, tensors_of
 
@@ -168,7 +169,7 @@ class Replica:
         With ``part``, inputs and targets are by row, and the examples are the owners of these rows;
         z then has room for ``max_rows`` (None: as many as the part's largest owner has).
         """
-        public: Any = (args, dict(kwargs), targets)
+        public: Public = (args, dict(kwargs), targets)
         if part is not None:
             args, kwargs, targets = part.grouped(public)
             public = (
@@ -192,7 +193,7 @@ class Replica:
         vars(examples)["form"] = form  # known already
         return examples
 
-    def _layout(self, public: Any, private: Private | None, max_rows: int | None) -> Layout:
+    def _layout(self, public: Public, private: Private | None, max_rows: int | None) -> Layout:
         """The layout of a batch.
 
         Which places hold one tensor is decided once, since a few numbers may be equal.

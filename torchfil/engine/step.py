@@ -34,7 +34,9 @@ from torchfil.fisher.models import autocast_now
 from torchfil.fisher.recording import Plan, RecordedForward
 from torchfil.private import Examples, Private, as_call, as_given, check_finite
 from torchfil.private.batches import ROWS, as_rows
+from torchfil.private.examples import Public
 from torchfil.questions import Alternative, Question
+from torchfil.utils.given import Batch, Targets
 from torchfil.utils.trees import map_tensors, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -514,7 +516,7 @@ class Step:
     # ----------------------------------------------------------------- a call instead of the loop's
 
     def _call_without_loop(
-        self, inputs: Any, targets: Any
+        self, inputs: Batch, targets: Targets
     ) -> tuple[ForwardPass, IdentifiedLoss | None]:
         """The call of the model that a step replaces, and the loss.
 
@@ -715,7 +717,7 @@ def _laid_out(what: str, other: Alternative, examples: Examples, check_values: b
     args, kwargs = as_call(other.inputs)
     # as_given names positional inputs by place
     positions = sorted(key for key in kwargs if isinstance(key, int))
-    public: Any = ((*args, *(kwargs.pop(place) for place in positions)), kwargs, other.targets)
+    public: Public = ((*args, *(kwargs.pop(place) for place in positions)), kwargs, other.targets)
     rows = examples.public[1].get(ROWS)
     if rows is not None:  # questions are about all rows of an owner
         args, kwargs, targets = map_tensors(lambda leaf: leaf.unflatten(0, rows.shape), public)
