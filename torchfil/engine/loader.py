@@ -168,7 +168,7 @@ def _reading(method: Callable[..., object]) -> Callable[..., object]:
     return read
 
 
-def _data_of(batch: _Remembering) -> Mapping[str, Any]:
+def _data_of(batch: _Remembering) -> object:
     """The dict in a ``UserDict``, through which everything reads it."""
     batch._touch()
     return batch.__dict__["data"]
@@ -295,9 +295,7 @@ class NotingDataset(Dataset[Any]):
         dataset = self.dataset
         if isinstance(dataset, OwnerRows):
             indices, dataset = dataset.owners.rows(indices, dataset.most), dataset.dataset
-        samples: list[Any] | None = None
-        if self._gathers and len(indices):
-            samples = _gathered(dataset, indices)
+        samples: Any = _gathered(dataset, indices) if self._gathers and len(indices) else None
         fetch = getattr(dataset, "__getitems__", None)
         if samples is None and callable(fetch):
             samples = fetch(indices)

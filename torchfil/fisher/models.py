@@ -57,9 +57,7 @@ _DROPOUTS = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def call_with(
-    model: nn.Module, values: dict[str, Tensor], args: object, kwargs: Mapping[str, Any]
-) -> Outputs:
+def call_with(model: nn.Module, values: dict[str, Tensor], args: object, kwargs: Any) -> Outputs:
     """``model(*args, **kwargs)`` with these parameters and buffers by name, everywhere that the
     model holds them.
 

@@ -83,8 +83,8 @@ class Use:
 
     name: str
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     output: Tensor
     dim: int = 0
     rule: LayerRule | None = None
