@@ -57,7 +57,7 @@ _ROWS_AT_ONCE = 2**13
 
 def save_linear_run(
     path: str | os.PathLike[str],
-    model: GeneralizedLinearModel | Composition,
+    model: GeneralizedLinearModel | IRFIL | Composition,
     X: Values,
     y: Values,
     sigma: float | None,
