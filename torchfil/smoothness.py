@@ -20,10 +20,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchfil.private import Inputs, as_call
 from torchfil.utils.errors import UnsupportedModuleError
+from torchfil.utils.given import Args, Kwargs
 
 __all__ = [
     "ACTIVATIONS",
@@ -219,7 +221,9 @@ class _RecordNonSmooth(TorchDispatchMode):
         super().__init__()
         self.seen: set[str] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         name = func.overloadpacket.__name__.removesuffix("_")  # in-place operators end in _
         floating = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
         if floating and name in self.names:
@@ -240,7 +244,7 @@ def _activation(module: nn.Module, activation: str) -> nn.Module:
     return ACTIVATIONS[activation]()
 
 
-def _average_pool(pool: type[nn.Module], module: Any, activation: str) -> nn.Module:
+def _average_pool(pool: type[nn.Module], module: nn.Module, activation: str) -> nn.Module:
     dilation = module.dilation if isinstance(module.dilation, tuple) else (module.dilation,)
     if any(value != 1 for value in dilation):
         raise NonSmoothModuleError(
@@ -251,7 +255,7 @@ def _average_pool(pool: type[nn.Module], module: Any, activation: str) -> nn.Mod
     )
 
 
-def _adaptive_average_pool(pool: type[nn.Module], module: Any, activation: str) -> nn.Module:
+def _adaptive_average_pool(pool: type[nn.Module], module: nn.Module, activation: str) -> nn.Module:
     return pool(module.output_size)
 
 

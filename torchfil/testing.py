@@ -5,11 +5,12 @@
 from typing import Any
 
 from torchfil.audit.replay import Train, replay
+from torchfil.utils.given import Rows
 
 __all__ = ["assert_private_step"]
 
 
-def assert_private_step(train: Train, dataset: Any, **options: Any) -> None:
+def assert_private_step(train: Train, dataset: Rows, **options: Any) -> None:
     """Replay training on neighbours of a data set.
 
     See :func:`torchfil.audit.replay.replay` for the arguments.

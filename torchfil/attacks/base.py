@@ -90,7 +90,7 @@ def mean_of_trials(
 ) -> AttackResult:
     """The result of an attack that achieved ``values`` in each of several trials, [m, trials]."""
     trials = values.shape[1]
-    error: Any = values.std(dim=1) / trials**0.5 if trials > 1 else None
+    error = values.std(dim=1) / trials**0.5 if trials > 1 else None
     return AttackResult(
         name, threat_model, ids, as_array(values.mean(dim=1)), measure, trials, error, **more
     )

@@ -24,8 +24,9 @@ from torchfil.attacks.transcripts import Transcripts, at_every_step, record_dpsg
 from torchfil.fisher.gradients import ExampleGradients, LossFunction
 from torchfil.fisher.mechanism import step_divergence
 from torchfil.guessing import largest_true_positive_rate, normal_limit_true_positive_rate
-from torchfil.private import Private
+from torchfil.private import Examples, Inputs, Private
 from torchfil.questions import Question
+from torchfil.utils.given import Targets
 from torchfil.utils.tables import as_table
 from torchfil.utils.text import with_progress
 from torchfil.utils.trees import map_tensors, tensors_of
@@ -109,8 +110,8 @@ class GuessAttack:
 def best_guess(
     model: nn.Module,
     loss_fn: LossFunction,
-    inputs: Any,
-    targets: Any,
+    inputs: Inputs,
+    targets: Targets,
     question: Question,
     rows: Sequence[int],
     *,
@@ -224,7 +225,7 @@ def transcript_ratios(
     """
     made, q, scale = transcripts.gradients, transcripts.sample_rate, transcripts.mechanism.noise_std
 
-    def clipped(examples: Any, weights: Tensor) -> Tensor:
+    def clipped(examples: Examples, weights: Tensor) -> Tensor:
         """g̃/s of the example at weights [runs, steps, p]."""
         z, public = examples.z[row], map_tensors(lambda leaf: leaf[row], examples.public)
         each = at_every_step(

@@ -13,9 +13,8 @@ the shadow runs with the example (in) and without it (out).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -76,7 +75,7 @@ class MembershipResult:
         false, true = self.curve()
         return float(true[false <= fpr].max())
 
-    def by_example(self, ids: Any = None) -> AttackResult:
+    def by_example(self, ids: Sequence[Hashable] | None = None) -> AttackResult:
         """How often each example is classified correctly, at the best threshold for other examples.
 
         The best threshold of every second example judges the rest, and vice versa: a threshold

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,8 @@ from torchfil.attacks.base import AttackResult, Seed, make_generator, mean_of_tr
 from torchfil.clipping import DEFAULT_CLIP, ClipFunction
 from torchfil.fisher.gradients import ExampleGradients, LossFunction, flatten
 from torchfil.fisher.mechanism import Mechanism
-from torchfil.private import Private
+from torchfil.private import Inputs, Private
+from torchfil.utils.given import Targets
 from torchfil.utils.text import with_progress
 from torchfil.utils.trees import map_tensors
 
@@ -91,8 +91,8 @@ class Transcripts:
 def record_dpsgd(
     model: nn.Module,
     loss_fn: LossFunction,
-    inputs: Any,
-    targets: Any,
+    inputs: Inputs,
+    targets: Targets,
     *,
     steps: int,
     lr: float,

@@ -43,6 +43,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy import special, stats
 
 from torchfil.bounds import rero
@@ -319,8 +320,8 @@ class Audit:
 
 
 def audit_scores(
-    scores: Any,
-    taken: Any,
+    scores: ArrayLike,
+    taken: ArrayLike,
     *,
     delta: float,
     releases: Releases,

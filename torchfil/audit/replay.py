@@ -27,7 +27,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, SupportsInt
 from unittest import mock
 
 import torch
@@ -35,12 +35,14 @@ from opacus import PrivacyEngine
 from opacus.optimizers import DPOptimizer
 from scipy import stats
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
 from torchfil.fisher.masks import _MASK_SECOND, _draws, _gives_all_it_draws, _visible_draws
 from torchfil.utils import noise
+from torchfil.utils.given import Args, Kwargs, Rows
 from torchfil.utils.trees import map_tensors, tensors_of
 
 __all__ = ["Replay", "replay"]
@@ -119,7 +121,7 @@ class _Neighbour(Dataset[Any]):
     Each reading of an example has a seed of its own, so augmentation is the same for all others.
     """
 
-    def __init__(self, dataset: Any, size: int, factors: Mapping[int, float], seed: int) -> None:
+    def __init__(self, dataset: Rows, size: int, factors: Mapping[int, float], seed: int) -> None:
         self.dataset, self.size, self.factors, self.seed, self.reads = (
             dataset,
             size,
@@ -131,7 +133,7 @@ class _Neighbour(Dataset[Any]):
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: SupportsInt) -> Any:
         place = range(self.size)[int(index)]
         self.reads[place] += 1
         seed, factor = (
@@ -170,7 +172,13 @@ class _Run(TorchDispatchMode):
     """
 
     def __init__(
-        self, train: Train, data: Any, steps: int, seed: int, first: Any = None, without: Any = None
+        self,
+        train: Train,
+        data: _Neighbour,
+        steps: int,
+        seed: int,
+        first: _Run | None = None,
+        without: int | None = None,
     ) -> None:
         super().__init__()
         self.first, self.without, self.steps = first, without, steps
@@ -210,7 +218,9 @@ class _Run(TorchDispatchMode):
             self.end = end
         self._note()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         # a neighbour draws as well: others watch the generators move
         result = func(*args, **(kwargs or {}))
         if (
@@ -245,12 +255,14 @@ class _Run(TorchDispatchMode):
             )
         return numbers
 
-    def _new_optimizer(self, init: Any, optimizer: Any, /, *args: Any, **options: Any) -> None:
+    def _new_optimizer(
+        self, init: Callable[..., None], optimizer: DPOptimizer, /, *args: object, **options: object
+    ) -> None:
         init(optimizer, *args, **options)
         self.optimizers.append(optimizer)
         optimizer.scale_grad = partial(self._release, optimizer, optimizer.scale_grad)
 
-    def _next_index(self, plain: Any, iterator: Any) -> Any:
+    def _next_index(self, plain: Callable[..., Any], iterator: Any) -> Any:
         batch, dataset = plain(iterator), iterator._dataset
         ids = batch if isinstance(batch, list) else [batch]
         while dataset is not None and not isinstance(dataset, _Neighbour):
@@ -293,7 +305,7 @@ class _Run(TorchDispatchMode):
         state |= {"setting of the optimizer": str(groups), "checksum of buffers": buffers}
         self.states.append({**state, "checksum of weights and optimizer state": _checksum(weights)})
 
-    def _release(self, optimizer: Any, scale_grad: Callable[[], None]) -> None:
+    def _release(self, optimizer: DPOptimizer, scale_grad: Callable[[], None]) -> None:
         """Keep what is released, and go on with the first run's release."""
         if self.count == self.steps:
             raise _StoppedByReplay
@@ -324,19 +336,19 @@ class _Run(TorchDispatchMode):
         self.released, self.count = self.drawn, self.count + 1
 
 
-def _around(owner: Any, name: str, method: Callable[..., Any]) -> Any:
+def _around(owner: object, name: str, method: Callable[..., Any]) -> Any:
     """Inside, a function is replaced by a method that takes it as its first argument."""
     plain = getattr(owner, name)
     return mock.patch.object(owner, name, lambda *args, **options: method(plain, *args, **options))
 
 
-def _without_workers(plain: Callable[..., Any], loader: Any) -> Any:
+def _without_workers(plain: Callable[..., Any], loader: DataLoader[Any]) -> Any:
     loader.__dict__.update(num_workers=0, timeout=0)  # they would fetch ahead
     return plain(loader)
 
 
 def _keep(
-    kept: list[Any], plain: Callable[..., Any], new: Any, /, *args: Any, **options: Any
+    kept: list[Any], plain: Callable[..., Any], new: object, /, *args: object, **options: object
 ) -> None:
     plain(new, *args, **options)
     kept.append((new, *args, *options.values()))
@@ -501,7 +513,7 @@ def _draw_faults(run: _Run) -> Findings:
 
 def replay(
     train: Train,
-    dataset: Any,
+    dataset: Rows,
     *,
     steps: int = 20,
     examples: Examples = None,

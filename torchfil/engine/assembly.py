@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from opacus.accountants import IAccountant
 from opacus.data_loader import CollateFnWithEmpty
+from opacus.grad_sample import AbstractGradSampleModule
 from torch import Tensor, nn, optim
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
@@ -288,8 +289,8 @@ class PrivateTraining:
         batch_first: bool,
         **released: Any,
     ) -> None:
-        accounting, stream, data = options.accounting, loader.is_stream(prepared), prepared.dataset
-        rows: Any = data
+        accounting, stream = options.accounting, loader.is_stream(prepared)
+        rows = data = loader.dataset_of(prepared)
         row_ids = None
         self._tracker = loader.BatchTracker()
         self._tracker.parts = accounting.accumulation_steps
@@ -345,7 +346,7 @@ class PrivateTraining:
 
         # The model comes last, after everything that could be refused: from here on it has hooks.
         self._watcher: HookedForward | None = None
-        self.module: Any
+        self.module: AbstractGradSampleModule
         kind = FILOptimizer
         if with_hooks is None:
             forward = LoopForward(self.replica, self._observer, self.step.begin_forward)

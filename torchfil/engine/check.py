@@ -33,6 +33,7 @@ from torchfil.fisher.recording.record import record
 from torchfil.fisher.rules.parameters import ParameterRule
 from torchfil.private import Private, as_call
 from torchfil.smoothness import SmoothnessValidator
+from torchfil.utils.given import Batch
 from torchfil.utils.text import aligned
 from torchfil.utils.trees import map_tensors, tensors_of
 
@@ -115,7 +116,7 @@ class ModelCheck:
 
 def check(
     model: nn.Module,
-    batch: Any,
+    batch: Batch,
     criterion: Criterion | None = None,
     private: Private | None = None,
     *,

@@ -34,6 +34,7 @@ from torchfil.engine.distributed.checkpoints import Checkpoints
 from torchfil.engine.distributed.ranks import check_ranks, without_shards
 from torchfil.engine.forward import without_compiler
 from torchfil.engine.loader import (
+    KeysOf,
     check_sampler,
     is_stream,
     loader_of_owners,
@@ -64,6 +65,7 @@ from torchfil.private import Private
 from torchfil.run.file import save
 from torchfil.run.saved_run import SavedRun
 from torchfil.utils.errors import OfRun, UnsupportedModuleError
+from torchfil.utils.given import Batch, Targets
 from torchfil.utils.noise import NoiseSource, derived_seed, log_line, noise_source
 from torchfil.utils.tables import as_table
 from torchfil.utils.text import html_table
@@ -150,7 +152,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
         rand_on_empty: bool = False,
         clip: str | ClipFunction | None = None,
         private: Private | None = None,
-        id_of: Callable[[Any], Any] | Sequence[Hashable] | int | None = None,
+        id_of: KeysOf = None,
         batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None = None,
         accounting: Accounting | None = None,
         **options: Any,
@@ -273,7 +275,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
         # layers of the user's classes
         self.validate(module=without_shards(module), optimizer=None, data_loader=None)
 
-        prepared: Any = data_loader
+        prepared = data_loader
         if poisson_sampling:  # Opacus's loader draws the batches
             how: dict[str, Any] = {"distributed": distributed, "rand_on_empty": rand_on_empty}
             prepared = self._prepare_data_loader(data_loader, poisson_sampling=True, **how)
@@ -459,7 +461,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
         return made
 
     def _noise_source(
-        self, module: nn.Module, noise: Any, draws: Any
+        self, module: nn.Module, noise: torch.Generator | None, draws: torch.Generator | None
     ) -> Callable[..., NoiseSource]:
         """Makes the source of noise and Poisson draws, from these generators if they are given."""
         own: dict[str, Any] = {"secure": self.secure_mode, "seed": self._noise_seed}
@@ -671,7 +673,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
 
     # ------------------------------------------------------------------ control
 
-    def train_step(self, inputs: Any, targets: Any = NO_TARGETS) -> Tensor:
+    def train_step(self, inputs: Batch, targets: Targets = NO_TARGETS) -> Tensor:
         """Take a whole private step on the loader's last batch: the fast way, if torchfil may run
         it all.
 

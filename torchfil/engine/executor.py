@@ -606,7 +606,7 @@ class CapturedPasses:
         self.works = True
         self._captured: dict[tuple[Hashable, int], _Captured] = {}  # by kind and size
         # all graphs share one memory, because they are replayed one after the other
-        self._pool: Any = None
+        self._pool: object = None
         self._replays = 0
         self._loaded: set[Hashable] = set()  # kinds whose kernels a warm-up has loaded
         self._asked: Counter[tuple[Hashable, int]] = Counter()

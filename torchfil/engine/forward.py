@@ -31,6 +31,7 @@ from torchfil.fisher.gradients import differentiable_twice
 from torchfil.fisher.masks import RandomWatch, call_and_record_masks, recorded_masks, replayed_masks
 from torchfil.fisher.recording import RecordedForward
 from torchfil.private import Examples, decoder_tokens
+from torchfil.utils.given import Args, Kwargs, Outputs, Targets
 from torchfil.utils.trees import form_of, map_tensors, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -52,9 +53,9 @@ class StartedGraph:
         outputs: The model's outputs.
     """
 
-    captured: Any
+    captured: object
     replays: int
-    outputs: Any
+    outputs: Outputs
 
 
 @dataclass(eq=False)
@@ -83,17 +84,17 @@ class ForwardPass:
 
     ids: list[int] | None
     batch: object
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    outputs: Any
-    targets: Any = NO_TARGETS
+    args: Args
+    kwargs: Kwargs
+    outputs: Outputs
+    targets: Targets = NO_TARGETS
     masks: tuple[Tensor, ...] = ()
     recorded: RecordedForward | StartedGraph | None = None
     examples: Examples | None = None
     autocast: torch.dtype | None = None
     output_grads: dict[int, Tensor] = field(default_factory=dict)
     loss_grads: Mapping[int, Mapping[int, Tensor]] = field(default_factory=dict)
-    whole: tuple[dict[str, Any], Any] | None = None
+    whole: tuple[Kwargs, Any] | None = None
     number: int = 0
 
     @property
@@ -324,9 +325,7 @@ class LossInside:
             k for k, leaf in enumerate(tensors_of(outputs)) if leaf.requires_grad and leaf.ndim == 0
         ]
 
-    def run_live(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, tuple[Tensor, ...]]:
+    def run_live(self, args: Args, kwargs: Kwargs) -> tuple[Any, tuple[Tensor, ...]]:
         """The model's outputs, with their graph, and the masks that it drew.
 
         Buffers and random state are kept.
@@ -343,9 +342,9 @@ class LossInside:
     def forward_pass(
         self,
         tracker: BatchTracker,
-        args: Any,
-        kwargs: dict[str, Any],
-        outputs: Any,
+        args: Args,
+        kwargs: Kwargs,
+        outputs: Outputs,
         masks: tuple[Tensor, ...],
     ) -> ForwardPass:
         """The call on the current batch that gave these outputs (with their graph), with labels and
@@ -383,7 +382,7 @@ class LossInside:
             forward.loss_grads, forward.whole = loss_grads, (kwargs, outputs)
         return forward
 
-    def without_labels(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    def without_labels(self, kwargs: Kwargs) -> tuple[Kwargs, Any]:
         """Keyword inputs without labels, and the labels: a tensor or a dict of several.
 
         NO_TARGETS: there are none.
@@ -403,9 +402,7 @@ class LossInside:
             rest |= {} if tokens is None else {"decoder_input_ids": tokens}
         return rest, next(iter(labels.values())) if len(labels) == 1 else labels
 
-    def _outputs_of_copy(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def _outputs_of_copy(self, args: Args, kwargs: Kwargs) -> tuple[list[Tensor], list[Tensor]]:
         """The copy's outputs, with a graph whose backward pass calls nobody's hooks, and its
         trainable weights.
         """
@@ -419,7 +416,11 @@ class LossInside:
         return tensors_of(outputs), [weights[name] for name in trainable]
 
     def _gives_the_same(
-        self, args: Any, without: dict[str, Any], outputs: Any, masks: tuple[Tensor, ...]
+        self,
+        args: Args,
+        without: Kwargs,
+        outputs: Outputs,
+        masks: tuple[Tensor, ...],
     ) -> bool:
         """Whether the other outputs are the same without labels."""
         live: nn.Module = self.replica.live
@@ -500,7 +501,7 @@ class LoopForward:
         self._draws = False  # whether the model drew random numbers in its last pass
 
     @torch.enable_grad()
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, args: Args, kwargs: Kwargs) -> Any:
         """What the loop receives: the outputs as the start of a graph that ends here."""
         self.replica.gather()
         self.replica.follow()
@@ -604,9 +605,7 @@ class HookedForward:
             self._open.enter_context(differentiable_twice())
             self._masks = self._open.enter_context(recorded_masks())
 
-    def _after_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: object
-    ) -> Any:
+    def _after_forward(self, module: nn.Module, args: Args, kwargs: Kwargs, outputs: object) -> Any:
         self._open.close()  # also after an error inside the forward pass
         if self._watch is not None:
             self._draws = self._watch.moved()
@@ -653,7 +652,7 @@ class RecordedModule(AbstractGradSampleModule):
             if p.requires_grad
         ]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Outputs:
         """The module's outputs; in training, cut off from the graph.
 
         Raises:

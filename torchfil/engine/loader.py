@@ -26,7 +26,7 @@ import weakref
 from collections import UserDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, SupportsInt
 
 import numpy as np
 import torch
@@ -56,11 +56,14 @@ from torchfil.private import Private, as_call
 from torchfil.private.batches import named_inputs
 from torchfil.private.choice import private_inputs
 from torchfil.utils.errors import OfRun
+from torchfil.utils.given import Batch, Rows, Tree
 from torchfil.utils.noise import NoiseSource, preserve_rng
 from torchfil.utils.trees import map_tensors, tensors_of
 
 OnStart = Callable[[], None]  # called when a pass over the data begins
 IdOf = str | int | Callable[[Any], Any]  # where to find the ids in a batch of a stream
+# the ids of all rows, or of all owners by row; or where to find them in a batch
+KeysOf = IdOf | Sequence[Hashable] | Tensor | None
 
 _AT_ONCE = 1024  # rows that are read together to find their owners
 _EXAMPLES_TO_READ = 16  # a flip with probability 1/2 goes unnoticed once in 65,536 runs
@@ -96,7 +99,7 @@ class BatchTracker:
         self.rows_of: Callable[[list[Any]], list[int]] = list
         self._read: object = None
         self._carried: list[Any] = []
-        self._as_it_came: Any = None
+        self._as_it_came: Batch = None
         self._thread: int | None = None
         _TRACKERS[self.token] = self
 
@@ -122,7 +125,7 @@ class BatchTracker:
         self._read, self._carried = batch, ids
 
     @property
-    def batch(self) -> Any:
+    def batch(self) -> Batch:
         """The content of the current batch, including entries that the loop has taken out of it."""
         now, before = _content(self._read), self._as_it_came
         if isinstance(now, UserDict):
@@ -155,17 +158,17 @@ class _Remembering:
         return remembering(pin_memory(_content(self)), self._ids, self._token)
 
 
-def _reading(method: Callable[..., Any]) -> Any:
+def _reading(method: Callable[..., object]) -> Callable[..., object]:
     """A method that makes the batch the current one first."""
 
-    def read(self: _Remembering, *args: Any) -> Any:
+    def read(self: _Remembering, *args: object) -> object:
         self._touch()
         return method(self, *args)
 
     return read
 
 
-def _data_of(batch: Any) -> Any:
+def _data_of(batch: _Remembering) -> object:
     """The dict in a ``UserDict``, through which everything reads it."""
     batch._touch()
     return batch.__dict__["data"]
@@ -186,14 +189,16 @@ def can_remember(batch: object) -> bool:
     return type(batch) in _READ_BY or isinstance(batch, UserDict)
 
 
-def remembering(batch: Any, ids: Sequence[Hashable], token: int) -> Any:
+def remembering(batch: Batch, ids: Sequence[Hashable], token: int) -> Batch:
     """The batch with its ids.
 
     When read, it becomes the current batch of the tracker with that token.
     """
     kind = type(batch)
     if kind not in _REMEMBERING:
-        methods = {name: _reading(getattr(kind, name)) for name in _READ_BY.get(kind, ())}
+        methods: dict[str, object] = {
+            name: _reading(getattr(kind, name)) for name in _READ_BY.get(kind, ())
+        }
         if kind not in _READ_BY:
             methods["data"] = property(
                 _data_of, lambda self, value: self.__dict__.update(data=value)
@@ -210,7 +215,7 @@ def remembering(batch: Any, ids: Sequence[Hashable], token: int) -> Any:
     return made
 
 
-def _content(batch: Any) -> Any:
+def _content(batch: object) -> Batch:
     """A plain copy of a list, dict or tuple, without ids and without reading it.
 
     Anything else as it is.
@@ -218,7 +223,7 @@ def _content(batch: Any) -> Any:
     if isinstance(batch, dict):
         return dict(dict.items(batch))
     if isinstance(batch, UserDict):
-        made: Any = object.__new__(getattr(batch, "_plain_kind", type(batch)))
+        made = object.__new__(getattr(batch, "_plain_kind", type(batch)))
         made.__dict__.update(
             {name: value for name, value in vars(batch).items() if name not in ("_ids", "_token")}
         )
@@ -231,7 +236,7 @@ def _content(batch: Any) -> Any:
     return batch
 
 
-def plain(tree: Any) -> Any:
+def plain(tree: Tree) -> Tree:
     """The same, with plain tuples, lists and dicts instead of batches that remember their ids."""
     kind = type(tree)
     if isinstance(tree, _Remembering):
@@ -241,7 +246,7 @@ def plain(tree: Any) -> Any:
     return dict(zip(tree, map(plain, tree.values()), strict=True)) if kind is dict else tree
 
 
-def make_current(tree: Any) -> None:
+def make_current(tree: Tree) -> None:
     """Make a batch that is passed on unread the current one of its tracker."""
     if isinstance(tree, _Remembering):
         tree._touch()
@@ -275,13 +280,13 @@ class NotingDataset(Dataset[Any]):
             the same, bit by bit.
     """
 
-    def __init__(self, dataset: Any, note: list[int], *, collates_plainly: bool = False) -> None:
+    def __init__(self, dataset: Rows, note: list[int], *, collates_plainly: bool = False) -> None:
         self.dataset, self._note, self._gathers = dataset, note, collates_plainly
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: SupportsInt) -> Any:
         sample = self.dataset[index]
         self._note.append(int(index))
         return sample
@@ -289,10 +294,11 @@ class NotingDataset(Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         dataset = self.dataset
         if isinstance(dataset, OwnerRows):
-            dataset, indices = dataset.dataset, dataset.owners.rows(indices, dataset.most)
+            indices, dataset = dataset.owners.rows(indices, dataset.most), dataset.dataset
         samples: Any = _gathered(dataset, indices) if self._gathers and len(indices) else None
-        if samples is None and callable(getattr(dataset, "__getitems__", None)):
-            samples = dataset.__getitems__(indices)
+        fetch = getattr(dataset, "__getitems__", None)
+        if samples is None and callable(fetch):
+            samples = fetch(indices)
         elif samples is None:
             samples = [dataset[index] for index in indices]
         self._note[:] = map(int, indices)
@@ -304,13 +310,13 @@ class NotingDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
 
-def _gathered(dataset: Any, indices: Sequence[int]) -> _Gathered | None:
+def _gathered(dataset: object, indices: Sequence[int]) -> _Gathered | None:
     """The examples of a ``TensorDataset`` at once.
 
     None if it is another data set, or holds unusual tensors.
     """
     while type(dataset) is Subset:
-        dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
+        indices, dataset = [dataset.indices[index] for index in indices], dataset.dataset
     if type(dataset) is not TensorDataset:
         return None
     if any(
@@ -352,7 +358,7 @@ class EmptySecond(CollateFnWithEmpty):
     labels, [batch].
     """
 
-    def _make_empty_batch(self, sample: Any) -> Any:
+    def _make_empty_batch(self, sample: object) -> Batch:
         self.batch_first = isinstance(sample, Tensor) and sample.ndim < 2
         return super()._make_empty_batch(sample)
 
@@ -371,7 +377,11 @@ class FILPoissonSampler(UniformWithReplacementSampler):
     """
 
     def __init__(
-        self, sampler: Any, on_start: OnStart, tracker: BatchTracker, source: NoiseSource
+        self,
+        sampler: UniformWithReplacementSampler | DistributedUniformWithReplacementSampler,
+        on_start: OnStart,
+        tracker: BatchTracker,
+        source: NoiseSource,
     ) -> None:
         self.__dict__.update(vars(sampler))
         self.sample_rate, self.steps = (
@@ -433,11 +443,11 @@ class FILDataLoader(OfRun, DataLoader[Any]):
         self, loader: DataLoader[Any], tracker: BatchTracker, on_start: OnStart, source: NoiseSource
     ) -> None:
         note: list[int] = []
-        self.plain_dataset: Any = loader.dataset
+        self.plain_dataset = dataset_of(loader)
 
         # Both kinds of sampler draw as before, and say when a pass begins.
         sampler: Any = loader.batch_sampler
-        batch_sampler: Any = FILBatchSampler(sampler, on_start)
+        batch_sampler: BatchSampler = FILBatchSampler(sampler, on_start)
         if isinstance(
             sampler, UniformWithReplacementSampler | DistributedUniformWithReplacementSampler
         ):
@@ -445,10 +455,10 @@ class FILDataLoader(OfRun, DataLoader[Any]):
         self.sample_rate: float | None = getattr(batch_sampler, "sample_rate", None)
 
         # perhaps in Opacus's wrapper, which knows an empty batch
-        collate_fn: Any = loader.collate_fn
+        collate_fn = loader.collate_fn
         plainly = getattr(collate_fn, "wrapped_collator_fn", collate_fn) is default_collate
         super().__init__(
-            dataset=NotingDataset(loader.dataset, note, collates_plainly=plainly),
+            dataset=NotingDataset(self.plain_dataset, note, collates_plainly=plainly),
             batch_sampler=batch_sampler,
             collate_fn=partial(
                 _collate_noted, collate_fn, note, tracker.token, loader.num_workers > 0
@@ -481,6 +491,11 @@ def worker_options(loader: DataLoader[Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- streams
 
 
+def dataset_of(loader: DataLoader[Any]) -> Rows:
+    """The data set of a loader that is no stream."""
+    return loader.dataset  # type: ignore[return-value]
+
+
 def is_stream(loader: DataLoader[Any]) -> bool:
     """Whether a loader's examples cannot be numbered, because they simply arrive.
 
@@ -491,7 +506,7 @@ def is_stream(loader: DataLoader[Any]) -> bool:
     return isinstance(loader.dataset, IterableDataset)
 
 
-def ids_of_batch(batch: Any, id_of: IdOf) -> tuple[list[Hashable], Any]:
+def ids_of_batch(batch: Batch, id_of: IdOf) -> tuple[list[Hashable], Batch]:
     """The ids of a batch, and the batch without them.
 
     Args:
@@ -505,7 +520,6 @@ def ids_of_batch(batch: Any, id_of: IdOf) -> tuple[list[Hashable], Any]:
         >>> ids_of_batch((torch.zeros(2), torch.tensor([7, 9])), 1)
         ([7, 9], (tensor([0., 0.]),))
     """
-    found: Any
     if callable(id_of):
         found, rest = id_of(batch), batch
     elif isinstance(batch, dict | UserDict) and id_of in batch:
@@ -536,8 +550,8 @@ def ids_of_batch(batch: Any, id_of: IdOf) -> tuple[list[Hashable], Any]:
 
 
 def _collate_with_ids(
-    collate_fn: Callable[[Any], Any], id_of: IdOf, token: int, samples: Any
-) -> Any:
+    collate_fn: Callable[[Any], Any], id_of: IdOf, token: int, samples: object
+) -> Batch:
     """Collate as before, to a batch that remembers its ids, without the part that held them."""
     ids, batch = ids_of_batch(collate_fn(samples), id_of)
     if not can_remember(batch):
@@ -597,7 +611,7 @@ def _until_all_end(batches: Iterator[Any], ranks: Ranks, tracker: BatchTracker) 
 
     At each batch, all ranks give the same rows to the examples of all.
     """
-    empty: Any = None
+    empty: Batch = None
     while True:
         batch = next(batches, None)
         if empty is None and batch is not None:
@@ -633,7 +647,7 @@ class OwnerRows(Dataset[Any]):
             of its rows.
     """
 
-    def __init__(self, dataset: Any, owners: Owners, most: int | None) -> None:
+    def __init__(self, dataset: Rows, owners: Owners, most: int | None) -> None:
         self.dataset, self.owners, self.most = dataset, owners, most
 
     def __len__(self) -> int:
@@ -643,7 +657,7 @@ class OwnerRows(Dataset[Any]):
         return self.dataset[self.owners.rows([owner])[0]]
 
 
-def owners_of(loader: DataLoader[Any], owner_of: Any) -> Owners | None:
+def owners_of(loader: DataLoader[Any], owner_of: KeysOf) -> Owners | None:
     """Who owns which row of the loader's data set; None: nobody knows, or it is a stream.
 
     Args:
@@ -657,7 +671,7 @@ def owners_of(loader: DataLoader[Any], owner_of: Any) -> Owners | None:
     """
     if owner_of is None or is_stream(loader):
         return None
-    dataset: Any = loader.dataset
+    dataset = dataset_of(loader)
     count = len(dataset)
     if isinstance(owner_of, str) and owner_of in (getattr(dataset, "column_names", None) or ()):
         owner_of = list(dataset[owner_of])
@@ -681,7 +695,7 @@ def owners_of(loader: DataLoader[Any], owner_of: Any) -> Owners | None:
 
 
 def loader_of_owners(
-    loader: DataLoader[Any], owners: Owners, owner_of: Any, most: int | None
+    loader: DataLoader[Any], owners: Owners, owner_of: KeysOf, most: int | None
 ) -> DataLoader[Any]:
     """The loader, which draws owners instead of rows; a pass has as many batches as before.
 
@@ -691,8 +705,8 @@ def loader_of_owners(
         owner_of: As the user gave it; a part of the batch that holds the owners is taken out of it.
         most: The largest number of rows that a drawn owner brings; None: all of its rows.
     """
-    dataset = OwnerRows(loader.dataset, owners, most)
-    inner: Any = getattr(loader.batch_sampler, "sampler", None)
+    dataset = OwnerRows(dataset_of(loader), owners, most)
+    inner = getattr(loader.batch_sampler, "sampler", None)
     if not isinstance(inner, data.SequentialSampler | data.RandomSampler | data.DistributedSampler):
         raise ValueError(
             f"{type(inner or loader.batch_sampler).__name__} chooses rows, and owners are drawn; "
@@ -701,7 +715,7 @@ def loader_of_owners(
     sampler = (
         _DistributedOwners(dataset, inner) if isinstance(inner, data.DistributedSampler) else None
     )
-    collate_fn: Any = loader.collate_fn
+    collate_fn = loader.collate_fn
     if isinstance(owner_of, str | int):
         collate_fn = partial(_without_owners, collate_fn, owner_of)
     return DataLoader(
@@ -720,7 +734,7 @@ class _DistributedOwners(data.DistributedSampler[Any]):
     That one's epoch counts.
     """
 
-    def __init__(self, dataset: OwnerRows, rows: Any) -> None:
+    def __init__(self, dataset: OwnerRows, rows: data.DistributedSampler[Any]) -> None:
         super().__init__(
             dataset, rows.num_replicas, rows.rank, rows.shuffle, rows.seed, drop_last=True
         )
@@ -741,7 +755,7 @@ def _without_owners(
 
 
 def split_batch(
-    batch: Any, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None
+    batch: Batch, batch_to_inputs: Callable[[Any], tuple[Any, Any]] | None
 ) -> tuple[Any, Any]:
     """The (inputs, targets) of a batch: by the user's split, a tuple's last item, or their names.
 
@@ -779,7 +793,7 @@ def is_target_name(name: object) -> bool:
 
 def check_sampler(loader: DataLoader[Any], *, poisson_sampling: bool) -> None:
     """Raise for loaders whose sampling cannot be accounted for."""
-    dataset: Any = loader.dataset
+    dataset = dataset_of(loader)
     if not (not isinstance(dataset, IterableDataset) and loader.batch_sampler is not None):
         raise ValueError(
             "the loader must draw batches from a data set with numbered examples. Give the "
@@ -827,7 +841,7 @@ def most_in_a_pass(loader: DataLoader[Any]) -> int:
     sampler = getattr(loader.batch_sampler, "sampler", None)
     if is_stream(loader) or sampler is None:
         return 1
-    return max(1, math.ceil(len(sampler) / len(loader.dataset)))  # type: ignore[arg-type]
+    return max(1, math.ceil(len(sampler) / len(dataset_of(loader))))
 
 
 def check_reads_alike(
@@ -852,7 +866,7 @@ def check_reads_alike(
     Raises:
         ValueError: The private part of an example differs between two reads.
     """
-    dataset: Any = loader.dataset
+    dataset = dataset_of(loader)
     by_coordinate = [quantity.name for quantity in tracked(track) if quantity.by_coordinate]
     rows = range(0, len(dataset), max(1, len(dataset) // _EXAMPLES_TO_READ))[:_EXAMPLES_TO_READ]
     if not by_coordinate or not rows:

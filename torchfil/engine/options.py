@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from torchfil.audit.canaries import Canaries
 from torchfil.clipping import ClipFunction
 from torchfil.engine.distributed.ranks import Ranks, is_sharded
 from torchfil.engine.forward import in_training
-from torchfil.engine.loader import check_reads_alike, check_sampler, is_stream
+from torchfil.engine.loader import KeysOf, check_reads_alike, check_sampler, is_stream
 from torchfil.engine.rows import Views
 from torchfil.fisher.amplification import Amplification, get_amplification
 from torchfil.fisher.estimators import EXACT, check_estimator
@@ -46,8 +46,6 @@ _USUAL_PROBES = 3
 _HOOKS = ("hooks", "functorch", "ew")
 
 BatchToInputs = Callable[[Any], tuple[Any, Any]]
-# of a stream also a name or place in the batch
-IdOf = Callable[[Any], Any] | Sequence[Hashable] | int | None
 # in the order of the data set, or by id
 ClipWeights = Tensor | Sequence[float] | Mapping[Hashable, float]
 
@@ -192,7 +190,7 @@ class Accounting:
     execution: Execution = field(default_factory=Execution)
     extra_probes: int = 0
     views: Views | None = None
-    owner_of: Any = field(default=None, compare=False)
+    owner_of: KeysOf = field(default=None, compare=False)
     rows_per_owner: int | None = None
     row_reduction: str = "mean"
     unit: str = "owner"
@@ -558,7 +556,7 @@ def run_options(
     optimizer: optim.Optimizer,
     data_loader: DataLoader[object],
     accounting: Accounting,
-    id_of: IdOf,
+    id_of: KeysOf,
     *,
     mode: str,
     poisson_sampling: bool,
@@ -606,7 +604,7 @@ def run_options(
 
 
 def _check_stream(
-    loader: DataLoader[object], accounting: Accounting, id_of: IdOf, *, poisson_sampling: bool
+    loader: DataLoader[object], accounting: Accounting, id_of: KeysOf, *, poisson_sampling: bool
 ) -> None:
     """Raise for streams that cannot be accounted for."""
     if poisson_sampling:
@@ -647,8 +645,8 @@ def _check_stream(
 
 
 def with_owners(
-    accounting: Accounting, id_of: IdOf, loader: DataLoader[object], *, poisson_sampling: bool
-) -> tuple[Accounting, IdOf]:
+    accounting: Accounting, id_of: KeysOf, loader: DataLoader[object], *, poisson_sampling: bool
+) -> tuple[Accounting, KeysOf]:
     """How to account for owners: they are drawn at the rate of the loader's rows, or named in a
     stream's batches.
     """
@@ -679,7 +677,7 @@ def with_rate(options: RunOptions, prepared: DataLoader[object]) -> RunOptions:
     )
 
 
-def example_ids(dataset: Any, id_of: Any) -> ExampleIds:
+def example_ids(dataset: Sized, id_of: Any) -> ExampleIds:
     """The examples' ids."""
     count = len(dataset)
     return ExampleIds(count, [id_of(i) for i in range(count)] if callable(id_of) else id_of)

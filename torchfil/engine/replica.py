@@ -37,9 +37,10 @@ from torchfil.private import (
     embeddings_to_protect,
     num_examples,
 )
-from torchfil.private.batches import ROWS, as_rows, named_inputs
+from torchfil.private.batches import ROWS, Public, as_rows, named_inputs
 from torchfil.private.choice import floating_inputs
 from torchfil.utils.errors import UnsupportedModuleError
+from torchfil.utils.given import Args, Kwargs
 from torchfil.utils.trees import form_of, map_tensors, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ class Replica:
     @torch.enable_grad()
     def lay_out(
         self,
-        args: tuple[Any, ...],
+        args: Args,
         kwargs: Mapping[str, Any],
         targets: object,
         private: Private | None,
@@ -168,7 +169,7 @@ class Replica:
         With ``part``, inputs and targets are by row, and the examples are the owners of these rows;
         z then has room for ``max_rows`` (None: as many as the part's largest owner has).
         """
-        public: Any = (args, dict(kwargs), targets)
+        public: Public = (args, dict(kwargs), targets)
         if part is not None:
             args, kwargs, targets = part.grouped(public)
             public = (
@@ -192,7 +193,7 @@ class Replica:
         vars(examples)["form"] = form  # known already
         return examples
 
-    def _layout(self, public: Any, private: Private | None, max_rows: int | None) -> Layout:
+    def _layout(self, public: Public, private: Private | None, max_rows: int | None) -> Layout:
         """The layout of a batch.
 
         Which places hold one tensor is decided once, since a few numbers may be equal.
@@ -230,9 +231,7 @@ class Replica:
             )
             self._inputs_without_mask = {}
 
-    def _with_embeddings(
-        self, private: Private, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Private:
+    def _with_embeddings(self, private: Private, args: Args, kwargs: Kwargs) -> Private:
         """The same, with the outputs of the embeddings of integer inputs private if no input is
         floating-point.
 
@@ -273,7 +272,7 @@ class Replica:
     def masks_by_example(
         self,
         masks: tuple[Tensor, ...],
-        args: tuple[Any, ...],
+        args: Args,
         kwargs: Mapping[str, Any],
         groups: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
@@ -295,9 +294,7 @@ class Replica:
         count, kind = len(tensors_of(inputs)[0]), (form_of(inputs, shapes=True), self.key)
         return self._mask_layouts.by_example(masks, count, kind, run_first, groups)
 
-    def masks_again(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Tensor, ...] | None:
+    def masks_again(self, args: Args, kwargs: Mapping[str, Any]) -> tuple[Tensor, ...] | None:
         """Masks for a batch of these inputs as the model would draw them.
 
         None if only the model can draw them.
@@ -317,7 +314,7 @@ class Replica:
                 constants[name] = constants[name].clone()
         return ExampleGradients(self.template, loss, examples, parameters, constants)
 
-    def check_own_weights(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def check_own_weights(self, args: Args, kwargs: Mapping[str, Any]) -> None:
         """Raise if a pass of the copy over these inputs uses the live model's trainable weights
         instead of its own.
         """

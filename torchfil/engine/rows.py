@@ -34,6 +34,7 @@ from torchfil.fisher.models import check_unweighted_mean
 from torchfil.fisher.recording import losses_of
 from torchfil.private import Examples
 from torchfil.private.batches import ROWS
+from torchfil.utils.given import Outputs, Targets
 from torchfil.utils.trees import map_tensors, tensors_of
 
 Views = int | Callable[[Tensor], Tensor]
@@ -60,7 +61,7 @@ def many_rows(module: nn.Module, views: Views | None = None) -> nn.Module:
     """
     kind = type(module)
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Outputs:
         rows = kwargs.pop(ROWS, None)
         if views is not None and self.training:
             x = views(args[0]) if callable(views) else args[0]
@@ -129,7 +130,7 @@ class OverRows:
         losses = self.by_example(outputs, targets)
         return losses.mean() if self.loss_reduction == "mean" else losses.sum()
 
-    def by_example(self, outputs: Any, targets: Any) -> Tensor:
+    def by_example(self, outputs: Outputs, targets: Targets) -> Tensor:
         """ℓ of every example, [batch]."""
         batch, count = tensors_of(outputs)[0].shape[:2]
         own = torch.ones(batch, count, dtype=torch.bool, device=tensors_of(outputs)[0].device)

@@ -33,8 +33,9 @@ from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.models import autocast_now
 from torchfil.fisher.recording import Plan, RecordedForward
 from torchfil.private import Examples, Private, as_call, as_given, check_finite
-from torchfil.private.batches import ROWS, as_rows
+from torchfil.private.batches import ROWS, Public, as_rows
 from torchfil.questions import Alternative, Question
+from torchfil.utils.given import Args, Batch, Kwargs, Targets
 from torchfil.utils.trees import map_tensors, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -460,7 +461,7 @@ class Step:
     # ------------------------------------------------------------------ the loop's forward pass
 
     def begin_forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: object
+        self, args: Args, kwargs: Kwargs, batch: object
     ) -> tuple[Examples, RecordedForward | StartedGraph, Any] | None:
         """The forward half of the pass over the loop's inputs, with its outputs.
 
@@ -514,7 +515,7 @@ class Step:
     # ----------------------------------------------------------------- a call instead of the loop's
 
     def _call_without_loop(
-        self, inputs: Any, targets: Any
+        self, inputs: Batch, targets: Targets
     ) -> tuple[ForwardPass, IdentifiedLoss | None]:
         """The call of the model that a step replaces, and the loss.
 
@@ -550,7 +551,7 @@ class Step:
             tracker.ids, tracker.batch, args, without, None, targets, autocast=autocast
         ), loss
 
-    def _own_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardPass:
+    def _own_pass(self, args: Args, kwargs: Kwargs) -> ForwardPass:
         """A pass of a model that computes its loss, as if a loop had called backward() on it."""
         outputs, masks = self._inside.run_live(args, kwargs)
         losses = self._inside.losses_in(outputs)
@@ -640,7 +641,7 @@ class Step:
 
 
 def private_without_labels(
-    private: Private | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    private: Private | None, args: Args, kwargs: Mapping[str, Any]
 ) -> Private | None:
     """What is private; if this is not specified, labels among the inputs are not private."""
     if private is not None or not kwargs:
@@ -715,7 +716,7 @@ def _laid_out(what: str, other: Alternative, examples: Examples, check_values: b
     args, kwargs = as_call(other.inputs)
     # as_given names positional inputs by place
     positions = sorted(key for key in kwargs if isinstance(key, int))
-    public: Any = ((*args, *(kwargs.pop(place) for place in positions)), kwargs, other.targets)
+    public: Public = ((*args, *(kwargs.pop(place) for place in positions)), kwargs, other.targets)
     rows = examples.public[1].get(ROWS)
     if rows is not None:  # questions are about all rows of an owner
         args, kwargs, targets = map_tensors(lambda leaf: leaf.unflatten(0, rows.shape), public)

@@ -21,10 +21,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchfil.utils.errors import UnsupportedModuleError
+from torchfil.utils.given import Args, Kwargs
 from torchfil.utils.trees import map_tensors, tensors_of
 
 Result = TypeVar("Result")
@@ -46,7 +48,7 @@ class _Draw:
     by_dropout: bool
 
     @classmethod
-    def of(cls, func: object, args: Any, kwargs: Any) -> _Draw | None:
+    def of(cls, func: object, args: Args, kwargs: Kwargs) -> _Draw | None:
         """How an operation draws; None if it draws in another way."""
         if func in _MASK_SECOND:
             return cls(float(args[1]), args[0].dtype, by_dropout=True)
@@ -89,7 +91,9 @@ class _Recorder(TorchDispatchMode):
         self.masks: list[Tensor] = []
         self.draws: list[_Draw | None] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if _draws(func, args):
             drawn = result[1] if func in _MASK_SECOND else result
@@ -113,7 +117,9 @@ class _Replayer(TorchDispatchMode):
         self.left = list(masks)
         self.given = given
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not _draws(func, args):
             return func(*args, **kwargs)
@@ -317,7 +323,7 @@ class RandomWatch:
             self._cuda.set_offset(self._offset)
 
 
-def _gives_all_it_draws(func: Any) -> bool:
+def _gives_all_it_draws(func: OpOverload) -> bool:
     """Whether its result, or its filled first argument, is all that it draws.
 
     RReLU stores its slopes elsewhere.
@@ -326,7 +332,7 @@ def _gives_all_it_draws(func: Any) -> bool:
     return not any(other.alias_info is not None and other.alias_info.is_write for other in others)
 
 
-def _drawn_nowhere(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+def _drawn_nowhere(func: OpOverload, args: Args, kwargs: Kwargs) -> Tensor:
     """The shape and dtype of what ``func`` would return, without drawing anything."""
     args, kwargs = map_tensors(lambda leaf: torch.empty_like(leaf, device="meta"), (args, kwargs))
     given = {
@@ -379,7 +385,7 @@ def _other_shape(shape: torch.Size, drawn: torch.Size) -> UnsupportedModuleError
     )
 
 
-def _draws(func: Any, args: Any) -> bool:
+def _draws(func: OpOverload, args: Args) -> bool:
     """Whether an operation draws random numbers.
 
     Into a tensor without values, on the meta device, it draws none.

@@ -41,8 +41,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from torchfil.utils.errors import UnsupportedModuleError, put_back_after_errors
+from torchfil.utils.given import Args, Kwargs, Outputs
 from torchfil.utils.trees import map_tensors
 
+# one number for every axis, one for each, or a name such as "same"
+Extent = int | str | Sequence[int]
 ProbePrecision = Literal["float32", "tf32", "bfloat16"]
 PROBE_PRECISIONS: tuple[str, ...] = get_args(ProbePrecision)
 _NAMED_PRECISION = hasattr(torch.backends.cudnn, "conv")  # torch 2.9; flags before
@@ -54,7 +57,7 @@ _DROPOUTS = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def call_with(model: nn.Module, values: dict[str, Tensor], args: object, kwargs: Any) -> Any:
+def call_with(model: nn.Module, values: dict[str, Tensor], args: object, kwargs: Any) -> Outputs:
     """``model(*args, **kwargs)`` with these parameters and buffers by name, everywhere that the
     model holds them.
 
@@ -195,7 +198,7 @@ def _parts_of(value: object) -> tuple[Sequence[Any], Callable[..., Any]]:
     if isinstance(value, nn.Module | type) or not called:
         return (), type
 
-    def changed(*new: Any) -> Any:
+    def changed(*new: object) -> object:
         other = copy.copy(value)
         vars(other).update(zip(vars(value), new, strict=True))
         return other
@@ -257,7 +260,7 @@ def with_examples_first(module: nn.Module) -> nn.Module:
     """
     kind = type(module)
 
-    def call(self: Any, *args: object, **kwargs: object) -> Any:
+    def call(self: nn.Module, *args: object, **kwargs: object) -> Outputs:
         return kind.__call__(self, *turned(args), **turned(kwargs))
 
     alias: nn.Module = object.__new__(type(kind.__name__, (kind,), {"__call__": call}))
@@ -422,7 +425,9 @@ class Replaced(TorchFunctionMode):
         super().__init__()
         self._table = table
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         own = self._table.get(func)
         result = own(*args, **kwargs) if own is not None else None
@@ -459,11 +464,11 @@ def _embedding_bag(
 
 def _convolution(
     input: Tensor,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Extent = 1,
+    padding: Extent = 0,
+    dilation: Extent = 1,
     groups: int = 1,
 ) -> Tensor | None:
     """A matrix product over adjacent patches, as in a vision transformer's first layer.
@@ -646,7 +651,7 @@ def probes_in(precision: ProbePrecision | None, *, reduced: bool = False) -> Ite
         yield
 
 
-def probe_inputs(*values: Any) -> tuple[Any, ...]:
+def probe_inputs(*values: Tensor | None) -> tuple[Any, ...]:
     """Factors of a product in the precision of :func:`probes_in`: bfloat16, or unchanged.
 
     None stays None.

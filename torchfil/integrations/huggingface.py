@@ -28,9 +28,16 @@ from torchfil.integrations.logger import LeakageLogger
 from torchfil.integrations.table import write_table
 from torchfil.private import decoder_tokens
 from torchfil.utils.errors import installed_by
+from torchfil.utils.given import Batch, Targets
 
 with installed_by("huggingface", "FILTrainer needs transformers"):
-    from transformers import Trainer, TrainerCallback
+    from transformers import (
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
 
 __all__ = ["STATE_FILE", "FILTrainer"]
 
@@ -127,7 +134,7 @@ class FILTrainer(Trainer):
 
     # ------------------------------------------------------------------ a run
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **options: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, **options: object) -> Any:
         """As in ``Trainer``; writes the table at the end."""
         with _one_batch_a_step(self):
             result = super().train(resume_from_checkpoint=resume_from_checkpoint, **options)
@@ -207,7 +214,7 @@ class FILTrainer(Trainer):
             return BatchSampler(RandomSampler(dataset), self.args.world_size * size, drop_last)
         return BatchSampler(DistributedSampler(dataset, seed=seed, drop_last=True), size, drop_last)
 
-    def _prepare_for_training(self, *args: Any, **options: Any) -> tuple[Any, Any]:
+    def _prepare_for_training(self, *args: object, **options: object) -> tuple[Any, Any]:
         """As in ``Trainer``, without the wrappers of torch and accelerate: no step goes through the
         former.
 
@@ -218,7 +225,9 @@ class FILTrainer(Trainer):
         self.model_wrapped = self.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
         return self.model_wrapped, loader
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Batch, num_items_in_batch: object = None
+    ) -> Tensor:
         """A whole private step; the trainer's own ``optimizer.step()`` does nothing after it.
 
         Poisson sampling can draw an empty batch: such a step releases only noise, and its loss is
@@ -231,10 +240,10 @@ class FILTrainer(Trainer):
 
     def compute_loss(
         self,
-        model: Any,
+        model: nn.Module,
         inputs: Mapping[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        num_items_in_batch: object = None,
     ) -> Any:
         """The loss of an evaluation batch."""
         if self.criterion is None:
@@ -319,7 +328,9 @@ class _PassOverData(TrainerCallback):
     resumed: Tensor | None = None
     stepped = False
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         """Raise if an overridden ``training_step`` has taken no private step.
 
         Nothing was trained by then.
@@ -331,7 +342,9 @@ class _PassOverData(TrainerCallback):
             )
         self.stepped = False
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         """Record the generator's state, or restore it if a pass was interrupted."""
         sampler = getattr(self.loader.batch_sampler, "sampler", None)
         if isinstance(sampler, DistributedSampler):
@@ -344,7 +357,9 @@ class _PassOverData(TrainerCallback):
             self.loader.generator.set_state(self.resumed)
         self.resumed, self.start = None, self.loader.generator.get_state()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
         """Log the last point while dashboards are open."""
         if self.logger is not None:
             self.logger.close()
@@ -381,7 +396,7 @@ def _of_logits(criterion: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., T
     """The user's loss as a function of outputs and labels."""
     check_unweighted_mean(criterion)
 
-    def loss(outputs: Mapping[str, Tensor], labels: Any) -> Tensor:
+    def loss(outputs: Mapping[str, Tensor], labels: Targets) -> Tensor:
         return criterion(outputs["logits"], labels)
 
     return loss
@@ -393,7 +408,7 @@ def _as_dict(collate_fn: Callable[[list[Any]], Any], samples: list[Any]) -> dict
 
 
 @contextlib.contextmanager
-def _one_batch_a_step(trainer: Any) -> Iterator[None]:
+def _one_batch_a_step(trainer: Trainer) -> Iterator[None]:
     """Inside, each step has one batch, whose mean size is that of all accumulated batches.
 
     Poisson batches cannot be accumulated: several draws with one noise would be another mechanism.
@@ -426,7 +441,7 @@ def _check_class(kind: type[FILTrainer]) -> None:
         )
 
 
-def _check_trainer(trainer: Any) -> None:
+def _check_trainer(trainer: FILTrainer) -> None:
     """Raise an error for runs whose steps the accounting would not describe, and for options that
     are set elsewhere.
     """

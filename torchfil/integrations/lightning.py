@@ -23,6 +23,7 @@ from torchfil.fisher.models import with_attributes
 from torchfil.integrations.logger import LeakageLogger
 from torchfil.integrations.table import write_table
 from torchfil.utils.errors import installed_by
+from torchfil.utils.given import Batch, Outputs
 
 with installed_by("lightning", "FILCallback needs Lightning"):
     try:
@@ -103,7 +104,7 @@ class FILCallback(pl.Callback):
         self._accumulated = 1
         self._restored: Mapping[str, Any] | None = None
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Replace the fit's optimizer and loader with private ones, and hook the model."""
         _check_trainer(trainer)
         if trainer.ckpt_path is not None and not self._restored:
@@ -163,7 +164,7 @@ class FILCallback(pl.Callback):
             bar.get_metrics = lambda *args: {**plain(*args), **shown}
 
     def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Batch, batch_idx: int
     ) -> None:
         """Refuse gradient accumulation that another callback has switched on."""
         if trainer.accumulate_grad_batches != 1:
@@ -172,20 +173,20 @@ class FILCallback(pl.Callback):
                 "fit, at whose start Poisson sampling fixes the batch size: pass it to Trainer"
             )
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log ε."""
         if self.delta is not None:
             epsilon = float(self.engine.get_epsilon(self.delta))  # the same on all ranks
             pl_module.log("epsilon", epsilon, sync_dist=trainer.world_size > 1)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the table, on one rank, and log the last point."""
         if self.logger is not None:
             self.logger.close()
         if self.path is not None:
             write_table(self.engine, self.path, self.delta, here=trainer.is_global_zero)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Remove the hooks from the model."""
         if stage == "fit" and self._module is not None:
             self.engine.detach()
@@ -207,7 +208,7 @@ class FILCallback(pl.Callback):
         self._restored = state_dict
 
     def _loader_of_steps(
-        self, trainer: Any, loader: DataLoader[Any], *, poisson_sampling: bool
+        self, trainer: pl.Trainer, loader: DataLoader[Any], *, poisson_sampling: bool
     ) -> DataLoader[Any]:
         """A loader whose batch is the whole batch of a step, over accumulation and devices.
 
@@ -238,7 +239,7 @@ class FILCallback(pl.Callback):
         )
 
 
-def _redirect(module: nn.Module, twin: nn.Module, private: Any) -> None:
+def _redirect(module: nn.Module, twin: nn.Module, private: nn.Module) -> None:
     """Send a module's calls in training through the engine, although Lightning holds and calls the
     module itself.
 
@@ -253,7 +254,7 @@ def _redirect(module: nn.Module, twin: nn.Module, private: Any) -> None:
         if not isinstance(vars(module)[name], int | float | str | dict | list | None):
             vars(twin)[name] = vars(module)[name]
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Outputs:
         if not (module.training and torch.is_grad_enabled()):
             return plain(*args, **kwargs)
 
@@ -266,7 +267,7 @@ def _redirect(module: nn.Module, twin: nn.Module, private: Any) -> None:
     module.forward = forward
 
 
-def _module_to_call(pl_module: Any, name: str | None) -> nn.Module:
+def _module_to_call(pl_module: pl.LightningModule, name: str | None) -> nn.Module:
     """The module that ``training_step`` calls.
 
     Raise an error that shows how to write ``forward`` if there is none.
@@ -283,12 +284,12 @@ def _module_to_call(pl_module: Any, name: str | None) -> nn.Module:
     return pl_module
 
 
-def _samplers_kept(trainer: Any) -> contextlib.AbstractContextManager[None]:
+def _samplers_kept(trainer: pl.Trainer) -> contextlib.AbstractContextManager[None]:
     """Inside, no loader's sampler is replaced by one for a part of the data."""
     return with_attributes(trainer._accelerator_connector, use_distributed_sampler=False)
 
 
-def _only_loader(trainer: Any) -> DataLoader[Any]:
+def _only_loader(trainer: pl.Trainer) -> DataLoader[Any]:
     combined = trainer.fit_loop._combined_loader
     loaders = combined.flattened if combined is not None else []
     if len(loaders) != 1 or not isinstance(loaders[0], DataLoader):
@@ -306,7 +307,7 @@ def _only_loader(trainer: Any) -> DataLoader[Any]:
     return loaders[0]
 
 
-def _check_trainer(trainer: Any) -> None:
+def _check_trainer(trainer: pl.Trainer) -> None:
     """Raise an error for fits whose steps the accounting would not describe."""
     strategy = trainer.strategy
     kinds = [base.__name__ for base in type(strategy).__mro__]

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import pairwise
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -54,7 +55,7 @@ class _PrivateEstimator(BaseEstimator):
         questions: Mapping[str, Question] | None = None,
         accounting: Accounting | None = None,
         device: str = "cpu",
-        random_state: Any = None,
+        random_state: int | np.random.RandomState | None = None,
     ) -> None:
         self.module, self.hidden_layer_sizes, self.device = module, hidden_layer_sizes, device
         self.epochs, self.batch_size, self.lr = epochs, batch_size, lr
@@ -80,12 +81,14 @@ class _PrivateEstimator(BaseEstimator):
         """Without the engine, which holds the training data and what leaked about it."""
         return {name: value for name, value in super().__getstate__().items() if name != "engine_"}
 
-    def _checked(self, X: Any, *y: Any, **options: Any) -> Any:
+    def _checked(self, X: ArrayLike, *y: ArrayLike, **options: Any) -> Any:
         """X, and y, as scikit-learn checks them; floats keep their type."""
         options["dtype"] = [np.float64, np.float32]
         return checks.validate_data(self, X, *y, **options)
 
-    def _train(self, X: np.ndarray, targets: np.ndarray, num_outputs: int, ids: Any) -> None:
+    def _train(
+        self, X: np.ndarray, targets: np.ndarray, num_outputs: int, ids: list[Hashable] | None
+    ) -> None:
         """Train a module on X [n, d] and the targets of the criterion, [n] or [n, outputs]."""
         chosen = [
             name
@@ -163,7 +166,7 @@ class _PrivateEstimator(BaseEstimator):
         layers = [layer for ends in pairwise(sizes) for layer in (nn.Linear(*ends), nn.Tanh())]
         return nn.Sequential(*layers[:-1])
 
-    def _outputs(self, X: Any) -> Tensor:
+    def _outputs(self, X: ArrayLike) -> Tensor:
         """The module's outputs, [n, outputs], on the CPU."""
         checks.check_is_fitted(self)
         with torch.no_grad():
@@ -243,23 +246,23 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
 
     _criterion = nn.CrossEntropyLoss()
 
-    def fit(self, X: Any, y: Any) -> PrivateClassifier:
+    def fit(self, X: ArrayLike, y: ArrayLike) -> PrivateClassifier:
         """Train on examples X [n, features] with labels y [n]."""
         ids = _index_of(X)
-        X, y = self._checked(X, y)
-        check_classification_targets(y)
-        classes, targets = np.unique(y, return_inverse=True)
+        rows, labels = self._checked(X, y)
+        check_classification_targets(labels)
+        classes, targets = np.unique(labels, return_inverse=True)
         if not len(classes) > 1:
             raise ValueError(f"y has only one class, {classes[0]!r}; a classifier needs two")
-        self._train(X, targets, len(classes), ids)
+        self._train(rows, targets, len(classes), ids)
         self.classes_ = classes
         return self
 
-    def predict_proba(self, X: Any) -> np.ndarray:
+    def predict_proba(self, X: ArrayLike) -> np.ndarray:
         """The probability of each class, [n, classes]."""
         return self._outputs(X).softmax(dim=1).numpy()
 
-    def predict(self, X: Any) -> np.ndarray:
+    def predict(self, X: ArrayLike) -> np.ndarray:
         """The likeliest class of each example, [n]."""
         # classes_ are there after this check of a fit
         likeliest = self._outputs(X).argmax(dim=1).numpy()
@@ -284,19 +287,19 @@ class PrivateRegressor(RegressorMixin, _PrivateEstimator):
 
     _criterion = nn.MSELoss()
 
-    def fit(self, X: Any, y: Any) -> PrivateRegressor:
+    def fit(self, X: ArrayLike, y: ArrayLike) -> PrivateRegressor:
         """Train on examples X [n, features] with targets y [n]."""
         ids = _index_of(X)
-        X, y = self._checked(X, y, y_numeric=True)
-        self._train(X, y[:, None].astype(X.dtype), 1, ids)
+        rows, targets = self._checked(X, y, y_numeric=True)
+        self._train(rows, targets[:, None].astype(rows.dtype), 1, ids)
         return self
 
-    def predict(self, X: Any) -> np.ndarray:
+    def predict(self, X: ArrayLike) -> np.ndarray:
         """The prediction for each example, [n]."""
         return self._outputs(X)[:, 0].numpy()
 
 
-def _index_of(X: Any) -> Any:
+def _index_of(X: Any) -> list[Hashable] | None:
     """The index of a pandas table, as the examples' ids.
 
     None if X is none, or rows share an entry.

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchfil.utils.given import Args, Kwargs, Targets, Tree
 from torchfil.utils.trees import map_tensors, tensors_of
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Key = int | str
 Path = tuple[Any, ...]
+Public = Any  # a tuple of positional inputs, keyword inputs and targets
 
 # the input that says which of its owner's rows each row is, [batch, K]; −1: padding
 ROWS = "rows_of_owner"
@@ -36,12 +38,12 @@ class Input(NamedTuple):
     """One input: its place in (args, kwargs), its value, and what the model calls it."""
 
     path: Path
-    value: Any
+    value: Tree
     name: str = ""
 
 
 def named_inputs(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], model: nn.Module | None = None
+    args: Args, kwargs: Mapping[str, Any], model: nn.Module | None = None
 ) -> dict[Key, Input]:
     """All inputs by position or name; inputs inside dicts, lists and tuples have a name with dots.
 
@@ -58,7 +60,7 @@ def named_inputs(
     named: dict[Key, Input] = {}
     names = () if model is None else _parameter_names(type(model).forward)
 
-    def visit(key: Key, path: Path, value: Any) -> None:
+    def visit(key: Key, path: Path, value: Tree) -> None:
         if not isinstance(value, dict) and type(value) not in (tuple, list):
             named[key] = Input(
                 path, value, names[key] if isinstance(key, int) and key < len(names) else str(key)
@@ -101,12 +103,12 @@ def is_mask(name: str) -> bool:
 
 def as_rows(
     args: tuple[object, ...], kwargs: Mapping[str, object], targets: object
-) -> tuple[tuple[Any, ...], Any, Any]:
+) -> tuple[Args, Any, Any]:
     """The rows of all owners one after the other: tensors [batch · K, …] instead of [batch, K, …],
     without ``ROWS``.
     """
     others = {key: value for key, value in kwargs.items() if key != ROWS}
-    flat: tuple[tuple[Any, ...], Any, Any] = map_tensors(
+    flat: tuple[Args, Any, Any] = map_tensors(
         lambda leaf: leaf.flatten(0, 1), (args, others, targets)
     )
     return flat
@@ -119,7 +121,7 @@ def first_example(tree: object) -> Any:
     )
 
 
-def check_finite(args: Any, kwargs: Any, targets: Any) -> None:
+def check_finite(args: Args, kwargs: Kwargs, targets: Targets) -> None:
     """Raise an error that names the rows if an input or a target is NaN or infinite.
 
     Masks may be infinite.

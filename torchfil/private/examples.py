@@ -19,6 +19,7 @@ from torchfil.private.batches import (
     Inputs,
     Key,
     Path,
+    Public,
     as_rows,
     check_finite,
     named_inputs,
@@ -33,9 +34,9 @@ from torchfil.private.choice import (
     private_inputs,
 )
 from torchfil.private.submodules import Offsets, SubmoduleOutput, outputs_of_one_example
+from torchfil.utils.given import Args, Kwargs, Tree
 from torchfil.utils.trees import form_of, map_tensors, tensors_of
 
-Public = Any  # a tuple of positional inputs, keyword inputs and targets
 _ENOUGH = 64  # numbers of two kinds (yes or no) that are not equal by chance
 
 
@@ -620,9 +621,7 @@ class Examples:
             part = slice(start, start + size)
             yield replace(self, public=map_tensors(lambda leaf: leaf[:, part], self.public))  # noqa: B023
 
-    def restore(
-        self, z: Tensor, public: Public
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Any, Offsets]:
+    def restore(self, z: Tensor, public: Public) -> tuple[Args, Kwargs, Any, Offsets]:
         """Positional and keyword inputs, target and the submodules' offsets from z, for one example
         or a batch.
 
@@ -667,7 +666,7 @@ class Examples:
         return result
 
 
-def as_call(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(inputs: Inputs) -> tuple[Args, Kwargs]:
     """The positional and keyword arguments of a model's call with these inputs."""
     if isinstance(inputs, Tensor):
         return (inputs,), {}
@@ -747,7 +746,12 @@ def _slot_of_output(
 
 
 def _slot(
-    private: Private, keys: Sequence[Key], place: Any, like: Tensor, limit: int | None, **more: Any
+    private: Private,
+    keys: Sequence[Key],
+    place: Path | str,
+    like: Tensor,
+    limit: int | None,
+    **more: Any,
 ) -> _Slot:
     """A private tensor like ``like``, [0, …], laid out for ``limit`` positions if that is given."""
     shape = like.shape[1:]
@@ -819,7 +823,7 @@ def _nothing_private(named: Mapping[Key, Input], model: nn.Module | None) -> Val
     )
 
 
-def _with_value_at(tree: Any, path: Path, value: Any) -> Any:
+def _with_value_at(tree: Tree, path: Path, value: object) -> Tree:
     """A copy of nested tuples, lists and dicts with another value at this path.
 
     Example:

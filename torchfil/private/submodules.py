@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchfil.private.batches import Input, Key, first_example, is_mask, named_inputs
+from torchfil.private.batches import Input, Key, Public, first_example, is_mask, named_inputs
+from torchfil.utils.given import Args, Kwargs, Outputs
 
 Offsets = Mapping[str, Sequence[Tensor]]  # by submodule, one for each of its calls
 Sources = Mapping[int, tuple[Key, Input]]  # inputs by their place in memory
@@ -54,7 +55,7 @@ class SubmoduleOutput:
 
 
 def outputs_of_one_example(
-    model: nn.Module, names: Sequence[str], public: Any
+    model: nn.Module, names: Sequence[str], public: Public
 ) -> tuple[SubmoduleOutput, ...]:
     """The outputs of these submodules in a forward pass over the first example, call by call.
 
@@ -83,7 +84,7 @@ def outputs_of_one_example(
     sources = _inputs_by_storage(model, args, kwargs)
     calls: dict[str, list[SubmoduleOutput]] = {}
 
-    def note(name: str, module: nn.Module, inputs: Any, more: Any, output: Any) -> None:
+    def note(name: str, module: nn.Module, inputs: Args, more: Kwargs, output: Outputs) -> None:
         calls.setdefault(name, []).append(
             _output(model, name, module, inputs[0] if inputs else None, output, sources)
         )
@@ -113,7 +114,7 @@ def outputs_of_one_example(
 
 
 def _output(
-    model: nn.Module, name: str, module: nn.Module, taken: Any, output: Any, sources: Sources
+    model: nn.Module, name: str, module: nn.Module, taken: Any, output: object, sources: Sources
 ) -> SubmoduleOutput:
     """One call's output, with the source of its tokens."""
     if not (isinstance(output, Tensor) and output.is_floating_point()):
@@ -153,7 +154,7 @@ def _output(
 
 
 def embeddings_to_protect(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: nn.Module, args: Args, kwargs: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """The names of the embeddings whose outputs are private by default.
 
@@ -178,7 +179,7 @@ def embeddings_to_protect(
     # the embedding, and the name of the input whose integers it took ("": computed)
     called: list[tuple[str, str]] = []
 
-    def note(name: str, module: nn.Module, inputs: Any, more: Any, output: Any) -> None:
+    def note(name: str, module: nn.Module, inputs: Args, more: Kwargs, output: Outputs) -> None:
         taken = inputs[0] if inputs else None
         _, source = sources.get(_storage_of(taken)) or _padded_input(
             sources, taken, _padding_of(model, module)
@@ -213,9 +214,7 @@ def _to_protect(called: Sequence[tuple[str, str]]) -> list[str]:
     ]
 
 
-def _uses_values(
-    module: nn.Module, inputs: tuple[Any, ...], more: Mapping[str, Any], output: Any
-) -> bool:
+def _uses_values(module: nn.Module, inputs: Args, more: Kwargs, output: Outputs) -> bool:
     """Whether an embedding returns something else for other integers.
 
     Padding tokens stay as they are.

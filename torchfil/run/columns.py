@@ -260,7 +260,7 @@ def read_run(source: pa.NativeFile, facts: Facts) -> saved.SavedRun:
         both = {part: stored(asked[part]) for part in ("divergence", "divergence_high")}
         return saved.QuestionRecord(**{**asked, **both})
 
-    def optional(read: Callable[..., Any], name: str, *more: Any) -> Any:
+    def optional(read: Callable[..., Any], name: str, *more: object) -> Any:
         return None if facts[name] is None else read(file, facts[name], *more)
 
     return saved.SavedRun(

@@ -57,7 +57,7 @@ _ROWS_AT_ONCE = 2**13
 
 def save_linear_run(
     path: str | os.PathLike[str],
-    model: Any,
+    model: GeneralizedLinearModel | IRFIL | Composition,
     X: Values,
     y: Values,
     sigma: float | None,
@@ -258,7 +258,9 @@ def _releases(model: Any, sigma: float | None) -> tuple[list[Released], np.ndarr
     return [(model, float(sigma))], None
 
 
-def _score_by_noise(model: Any, sigma: float, X: Values, y: Values) -> list[list[float]]:
+def _score_by_noise(
+    model: GeneralizedLinearModel, sigma: float, X: Values, y: Values
+) -> list[list[float]]:
     """Pairs of a σ and the mean score over its noise, on the fitted rows.
 
     Without those whose mean is not finite.
@@ -271,7 +273,9 @@ def _score_by_noise(model: Any, sigma: float, X: Values, y: Values) -> list[list
 
 
 def _attribute_columns(
-    model: Any, attributes: Mapping[str, Columns] | None, of_target: Mapping[str, list[int]]
+    model: GeneralizedLinearModel,
+    attributes: Mapping[str, Columns] | None,
+    of_target: Mapping[str, list[int]],
 ) -> dict[str, list[int]]:
     """Each private attribute's columns, by number.
 
@@ -388,7 +392,7 @@ def _records(X: Values, y: Values, fil: np.ndarray, columns: list[list[int]]) ->
 
 
 def _question(
-    name: str, asked: Any, releases: Sequence[Released], X: Values, y: Values
+    name: str, asked: Question | BestGuess, releases: Sequence[Released], X: Values, y: Values
 ) -> QuestionRecord:
     """D = Δ²/(2σ²) between normal laws, of which the best attacker's success is known exactly."""
     if not isinstance(asked, BestGuess):

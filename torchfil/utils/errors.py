@@ -7,7 +7,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -69,7 +69,7 @@ class OfRun:
     the process failed.
     """
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """As for any object of an engine before make_private, which launchers of processes copy.
 
         Otherwise refused.

@@ -100,7 +100,7 @@ def write_csv_parts(
     from pyarrow import csv
 
     with replaced_when_complete(path) as temporary, contextlib.ExitStack() as stack:
-        writer: Any = None
+        writer = None
         for columns in parts:
             table = pa.table(
                 {_text_cell(name): _cells(values, digits) for name, values in columns.items()}

@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torchfil.utils.given import Tree
+
 _LEAVES = (type(None), bool, int, float, str)
 
 
-def tensors_of(tree: Any) -> list[Tensor]:
+def tensors_of(tree: Tree) -> list[Tensor]:
     """The tensors of a tree, in the order of its leaves.
 
     Example:
@@ -47,7 +49,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return tensors
 
 
-def form_of(tree: Any, *, shapes: bool = False) -> Hashable:
+def form_of(tree: Tree, *, shapes: bool = False) -> Hashable:
     """The tree's structure and everything in it except tensors.
 
     Equal for trees that differ only in tensors.
@@ -93,7 +95,7 @@ def form_of(tree: Any, *, shapes: bool = False) -> Hashable:
     return tuple(form)
 
 
-def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
     """The tree with ``function`` applied to its tensors; everything else stays.
 
     Example:
@@ -167,7 +169,7 @@ class _Holder:
     """
 
     kind: type
-    holder: Any = dataclasses.field(compare=False, repr=False)
+    holder: object = dataclasses.field(compare=False, repr=False)
 
 
 def _parts_of(holder: Any) -> tuple[list[Any], Any]:

@@ -78,7 +78,7 @@ _Engine = _parts(
     settings=_Dict,
     optimizer=str,
 )
-_CONTENT: Any = _parts(
+_CONTENT = _parts(
     module_state_dict=_Dict,
     fil_engine_state_dict=_Engine,
     random_state=list[_parts(cpu=Tensor, cuda=list[Tensor])],  # type: ignore[misc]

@@ -337,9 +337,7 @@ class Ranks:
             f"torchfil/{self._group.group_name}/{self._votes}/{rank}" for rank in range(self.size)
         ]
         try:
-            work: Any = dist.all_reduce(
-                votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True
-            )
+            work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
             try:
                 work.wait(_PATIENCE)
             except RuntimeError:  # from now on, the others can see that this rank is here
@@ -598,7 +596,7 @@ def check_ranks(
         )
     # a stream's ids are compared
     if not poisson_sampling and not isinstance(data_loader.dataset, IterableDataset):
-        sampler: Any = getattr(data_loader.batch_sampler, "sampler", None)
+        sampler = getattr(data_loader.batch_sampler, "sampler", None)
         divides = len(data_loader.dataset) % size == 0  # type: ignore[arg-type]
         if not (isinstance(sampler, DistributedSampler) and (divides or sampler.drop_last)):
             raise ValueError(

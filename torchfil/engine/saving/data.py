@@ -29,6 +29,7 @@ from torchfil.engine.saving.attributes import attributes_tracked
 from torchfil.private import Examples
 from torchfil.run.blind_guess import BlindGuess
 from torchfil.run.saved_run import Texts
+from torchfil.utils.given import Rows
 from torchfil.utils.trees import tensors_of
 
 _BYTES_AT_ONCE = 2**26
@@ -46,7 +47,7 @@ _TOKENS = "input_ids"
 # ------------------------------------------------------------------ which data it is
 
 
-def data_sha256(dataset: Any) -> str:
+def data_sha256(dataset: Rows) -> str:
     """SHA-256 over all examples in order: dtype, shape and bytes of every tensor, and the text of
     everything else.
 
@@ -68,7 +69,7 @@ def data_sha256(dataset: Any) -> str:
     return whole.hexdigest()
 
 
-def data_fingerprint(dataset: Any) -> str | None:
+def data_fingerprint(dataset: Rows) -> str | None:
     """A checksum to recognise a data set by; None if its examples change whenever they are read.
 
     A ``TensorDataset`` of up to 1 GiB is read whole, of others 64 examples: it recognises other
@@ -83,11 +84,11 @@ def data_fingerprint(dataset: Any) -> str | None:
     rows = sorted(
         {round(k * (n - 1) / _EXAMPLES_OF_OTHERS) for k in range(_EXAMPLES_OF_OTHERS + 1)}
     )
-    found = {f"{n} {data_sha256(Subset(dataset, rows))}" for _ in range(2)}
+    found = {f"{n} {data_sha256(Subset(dataset, rows))}" for _ in range(2)}  # type: ignore[arg-type]
     return found.pop() if len(found) == 1 else None
 
 
-def _leaves(dataset: Any) -> Iterator[tuple[int, int, str, bytes | memoryview]]:
+def _leaves(dataset: Rows) -> Iterator[tuple[int, int, str, bytes | memoryview]]:
     """Row, place in the example, layout and bytes of everything in the data set."""
     # a subclass may return something else, so only the class itself is read by its tensors
     if type(dataset) is TensorDataset:
@@ -246,7 +247,7 @@ def exposed_words(
         raise ValueError(
             "texts= shows leakage by word, which needs make_private(track=('diagonal',))"
         )
-    decode: Any = getattr(texts, "decode", texts if callable(texts) else None)
+    decode = getattr(texts, "decode", texts if callable(texts) else None)
     rows = np.argsort(-fil, kind="stable")[:_MOST_TEXTS]
     rows = rows[fil[rows] > 0]  # an example that leaked nothing is not among the most exposed
 

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.private import Examples
+from torchfil.utils.given import Args, Kwargs
 
 # share of the free memory that graphs may keep; other passes and the loop need some, too
 _LARGEST_SHARE = 0.5
@@ -158,7 +159,9 @@ class _MadeOnDevice(TorchFunctionMode):
     same.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         device = torch.device(kwargs.get("device") or "cpu")
         if (

@@ -23,6 +23,7 @@ from torchfil.fisher.recording.record import Recording, learn_layouts, record, w
 from torchfil.fisher.rules.base import Call
 from torchfil.fisher.rules.convolution import ConvolutionRule
 from torchfil.fisher.rules.parameters import GenericRule, ParameterRule, share_roles
+from torchfil.utils.given import Args, Kwargs
 
 logger = logging.getLogger(__name__)
 
@@ -349,7 +350,9 @@ class _CastsToDouble(TorchFunctionMode):
     a fixed type.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         def widened(value: object) -> Any:
             return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
 

@@ -32,6 +32,7 @@ from torchfil.fisher.rules.base import Call, LayerRule, SummedRule, UnsupportedC
 from torchfil.fisher.rules.parameters import GenericRule, ParameterRule, ReparametrisedRule
 from torchfil.fisher.rules.substitutes import FUNCTIONS, listening, reports_uses, with_substitutes
 from torchfil.private import added_to_outputs
+from torchfil.utils.given import Args, Kwargs, Outputs, Targets
 from torchfil.utils.trees import map_tensors, tensors_of
 
 
@@ -74,8 +75,8 @@ class RecordedForward:
 
     gradients: ExampleGradients
     z: Tensor
-    outputs: Any
-    targets: Any
+    outputs: Outputs
+    targets: Targets
     uses: Uses
     watched: WatchedParameters
     layers: _Layers
@@ -353,7 +354,7 @@ def _run(
     examples, model = gradients.examples, gradients.model
     args, kwargs, targets, offsets = examples.restore(z, examples.public)
 
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def hook(module: nn.Module, args: Args, kwargs: Kwargs, output: Outputs) -> Outputs:
         with torch._C.DisableTorchFunction():
             first = output[0] if isinstance(output, tuple) else output
             if not isinstance(first, Tensor):

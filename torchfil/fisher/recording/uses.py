@@ -12,7 +12,7 @@ operation that is a layer in itself (``F.linear``), that layer's rule serves it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchfil.fisher.rules.base import LayerRule
 from torchfil.fisher.rules.parameters import Operation, operation_of
+from torchfil.utils.given import Args, Kwargs
 from torchfil.utils.trees import map_tensors, tensors_of
 
 # by layer, the examples' dimension in each call's output; None: none
@@ -82,8 +83,8 @@ class Use:
 
     name: str
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     output: Tensor
     dim: int = 0
     rule: LayerRule | None = None
@@ -250,11 +251,13 @@ class WatchedParameters(TorchFunctionMode):
         # functions of parameters alone, and of which
         own = {id(leaf): (leaf, (name,)) for name, leaf in self.leaves.items()}
         self._functions: dict[int, tuple[Tensor, tuple[str, ...]]] = {**own}
-        self._of_examples: Any = WeakTensorKeyDictionary()  # not tracked by autograd: tokens, masks
+        self._of_examples = WeakTensorKeyDictionary()  # not tracked by autograd: tokens, masks
         for tensor in tensors_of(inputs) if self.leaves else ():
             self._of_examples[tensor] = True
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         tensors = tensors_of((args, kwargs))
         ours = [tensor for tensor in tensors if id(tensor) in self._functions]
@@ -319,7 +322,7 @@ class WatchedParameters(TorchFunctionMode):
         return self._uses.take(use)
 
     def _met(
-        self, operation: str, args: Any, kwargs: Any, tensors: list[Tensor]
+        self, operation: str, args: Args, kwargs: Kwargs, tensors: list[Tensor]
     ) -> tuple[Any, Any]:
         """The arguments, with functions of parameters replaced by a view for every example."""
         in_place, operation = (
@@ -343,7 +346,7 @@ class WatchedParameters(TorchFunctionMode):
         return map_tensors(rows_of, (args, kwargs))
 
     def _met_in(
-        self, operation: str, args: Any, kwargs: Any, tensors: list[Tensor]
+        self, operation: str, args: Args, kwargs: Kwargs, tensors: list[Tensor]
     ) -> torch.Size | None:
         """The shape that functions of parameters are broadcast to (for products, without the last
         two); None: none.

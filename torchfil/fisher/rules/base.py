@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from torchfil.fisher.models import REDUCED, wide
 from torchfil.fisher.rules.substitutes import Registry, batched_product, gram
+from torchfil.utils.given import Args
 from torchfil.utils.trees import map_tensors, tensors_of
 
 Derivatives = list[tuple[Tensor, Tensor]]  # with respect to what, and the derivative
@@ -55,7 +56,7 @@ class Call:
     name: str
     module: nn.Module
     rule: LayerRule
-    args: tuple[Any, ...]
+    args: Args
     kwargs: Mapping[str, Any]
     delta: Tensor
     parameters: dict[str, Tensor]

@@ -9,7 +9,7 @@ layer's rule does the rest.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
-from torchfil.fisher.models import Replaced, weights_kept, wide
+from torchfil.fisher.models import Extent, Replaced, weights_kept, wide
 from torchfil.fisher.rules.base import (
     Call,
     LayerRule,
@@ -30,6 +30,7 @@ from torchfil.fisher.rules.base import (
 from torchfil.fisher.rules.convolution import convolve
 from torchfil.fisher.rules.linear import TransposedLinearRule
 from torchfil.fisher.rules.normalisation import group_norm, layer_norm
+from torchfil.utils.given import Args, Kwargs
 
 _roles: WeakKeyDictionary[nn.Module, dict[int | str, str]] = WeakKeyDictionary()
 
@@ -58,7 +59,7 @@ class GenericRule(LayerRule):
         of_kwargs = {name: _dimension(call, name, x) for name, x in call.kwargs.items()}
         module = _WithoutOwnHooks(call.module)
 
-        def one(args: Any, kwargs: Any, delta: Tensor) -> dict[str, Tensor]:
+        def one(args: Args, kwargs: Kwargs, delta: Tensor) -> dict[str, Tensor]:
             def output(parameters: dict[str, Tensor]) -> Tensor:
                 single = tuple(
                     x[None] if dim == 0 else x for x, dim in zip(args, of_args, strict=True)
@@ -278,10 +279,10 @@ def operation_of(
 def _operation(
     module: nn.Module,
     input: Tensor,
-    weight: Any,
-    bias: Any,
+    weight: Tensor | None,
+    bias: Tensor | None,
     function: Callable[..., Tensor],
-    rule: Any = None,
+    rule: LayerRule | None = None,
 ) -> Operation:
     """``function(weight, bias)`` as a layer's operation."""
     weights = {
@@ -329,23 +330,23 @@ def _product_plus(
 
 def _convolution(
     input: Tensor,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Extent = 1,
+    padding: Extent = 0,
+    dilation: Extent = 1,
     groups: int = 1,
 ) -> Operation | None:
     outputs, inputs, *size = weight.shape
     if input.ndim != weight.ndim:
         return None
-    kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(size) - 1]
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(size) - 1]
     walk = (_each(value, len(size)) for value in (stride, padding, dilation))
     module = _stand_in(kind, inputs * groups, outputs, tuple(size), *walk, groups, bias=False)
     return _operation(module, input, weight, bias, lambda w, b: convolve(module, input, w, b))
 
 
-def _each(value: Any, axes: int) -> Any:
+def _each(value: Extent, axes: int) -> Extent:
     """One number for every axis; strings stay as they are."""
     if isinstance(value, int):
         return (value,) * axes
@@ -354,12 +355,12 @@ def _each(value: Any, axes: int) -> Any:
 
 def _layer_norm(
     input: Tensor,
-    normalized_shape: Any,
-    weight: Any = None,
-    bias: Any = None,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     eps: float = 1e-5,
-    *_: Any,
-    **__: Any,
+    *_: object,
+    **__: object,
 ) -> Operation | None:
     shape = tuple(normalized_shape)
     module = _stand_in(nn.LayerNorm, shape, eps, elementwise_affine=False)
@@ -367,7 +368,10 @@ def _layer_norm(
 
 
 def _rms_norm(
-    input: Tensor, normalized_shape: Any, weight: Any = None, eps: Any = None
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Operation | None:
     shape = tuple(normalized_shape)
     module = _stand_in(nn.RMSNorm, shape, eps, elementwise_affine=False)
@@ -377,8 +381,8 @@ def _rms_norm(
 def _group_norm(
     input: Tensor,
     num_groups: int,
-    weight: object = None,
-    bias: object = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     eps: float = 1e-5,
     *_: object,
     **__: object,

@@ -44,10 +44,10 @@ Sources = tuple[Tensor | None, Tensor | None, Tensor | None]  # derivatives at a
 
 
 def run_recurrent(
-    module: Any,
+    module: nn.RNNBase,
     mode: str,
     sequences: Tensor | PackedSequence,
-    hx: Any = None,
+    hx: Tensor | tuple[Tensor, Tensor] | None = None,
     *,
     drops_states: bool = False,
 ) -> tuple[Any, Any]:
@@ -104,7 +104,7 @@ def run_recurrent(
     ), ends
 
 
-def _check_served(module: Any, sequences: Tensor | PackedSequence, dropout: float) -> None:
+def _check_served(module: nn.RNNBase, sequences: Tensor | PackedSequence, dropout: float) -> None:
     """Raise for what the sweeps do not know."""
     kind = type(module).__name__
     if isinstance(sequences, Tensor) and sequences.ndim != 3:
@@ -122,7 +122,7 @@ def _check_served(module: Any, sequences: Tensor | PackedSequence, dropout: floa
 
 
 def _run_layer(
-    module: Any,
+    module: nn.RNNBase,
     mode: str,
     suffix: str,
     x: Tensor,
@@ -217,7 +217,7 @@ def recurrence(
         >>> [round(float(h), 3) for h in states]
         [0.762, 0.943]
     """
-    found: Any = _Run.apply(gates, h, m if cell.has_memory else None, weight, drop, cell)
+    found = _Run.apply(gates, h, m if cell.has_memory else None, weight, drop, cell)
     return (found[0], found[1]) if cell.has_memory else (found, None)
 
 
@@ -226,7 +226,13 @@ class _Run(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gates: Tensor, h: Tensor, m: Any, weight: Tensor, drop: Tensor | None, cell: Cell
+        ctx: Any,
+        gates: Tensor,
+        h: Tensor,
+        m: Any,
+        weight: Tensor,
+        drop: Tensor | None,
+        cell: Cell,
     ) -> Any:
         seen = cell.run(gates, h, m, weight, drop)
         ctx.save_for_backward(gates, h, m, weight, drop, *seen)
@@ -242,7 +248,6 @@ class _Run(Function):
         to_h, to_m = gradients if ctx.cell.has_memory else (gradients[0], None)
         if to_h is None and to_m is None:
             return (None,) * 6
-        found: Any
         if torch.is_grad_enabled():
             found = _Pulled.apply(to_h, to_m, gates, h, m, weight, drop, ctx.cell, *seen)
         else:  # the last derivative, which may be mapped over probes
@@ -280,7 +285,7 @@ class _Pulled(Function):
         needs = ctx.needs_input_grad
         if all(u is None for u in gradients):
             return (None,) * len(needs)
-        found: Any = _ForProbes.apply(_twice, gradients, weight, drop, dh, dm, ctx.cell, *seen)
+        found = _ForProbes.apply(_twice, gradients, weight, drop, dh, dm, ctx.cell, *seen)
         to_h, to_m, to_gates, to_state, to_memory = found
         by_memory = (to_m if needs[1] else None, to_memory if needs[4] else None)
         return to_h, by_memory[0], to_gates, to_state, by_memory[1], *[None] * (len(needs) - 5)
@@ -296,7 +301,7 @@ class _ForProbes(Function):
 
     @staticmethod
     def forward(
-        function: Callable[..., Any], values: tuple[Tensor | None, ...], *rest: Any
+        function: Callable[..., Any], values: tuple[Tensor | None, ...], *rest: object
     ) -> tuple[Tensor, ...]:
         return tuple(
             result[0]
