@@ -23,7 +23,7 @@ from torch.nn import functional
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
-from torchfil.accounting.quantities import Conditions, additions
+from torchfil.accounting.quantities import Conditions, columns_of
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.mechanism import Mechanism
 from torchfil.fisher.results import Estimate
@@ -173,7 +173,7 @@ def _simulated(setting: Setting, runs: int, seed: int) -> tuple[list[Leakage], T
             {"trace": Estimate.exact(added.flatten()[rows])}, norm.flatten()[rows]
         )
         squared = (scale * norm).flatten()[rows].square()
-        ledger.add(Contribution(rows, squared, additions=additions(measured, 1.0, skipping=False)))
+        ledger.add(Contribution(rows, squared, columns=columns_of(measured)))
 
         # the release
         weight, (d1, d2, active) = (scale * drawn).float(), parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,21 +16,16 @@ from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.norms import NormHistory
-from torchfil.accounting.quantities import (
-    Divergence,
-    QuestionSpec,
-    Sum,
-    available_quantities,
-    path_additions,
-)
+from torchfil.accounting.quantities import QuestionSpec, available_quantities
 from torchfil.accounting.rows import RowTable
+from torchfil.accounting.sums import Column, Sum
 from torchfil.engine.distributed.ranks import whole_ledger
 
 N, D, STEPS = 40, 3, 45
 ROWS = torch.tensor([7, 5])
 ASKED = {"age": QuestionSpec(("old", "young"))}
 ALL = tuple(name for name in available_quantities() if name != "trace")
-SHAPES = {"diagonal": (D,), "diagonal_variance": (D,), "fim": (D, D), "plis": (D,)}
+SHAPES = {"diagonal": (D,), "fim": (D, D), "plis": (D,)}
 
 
 def batch(
@@ -47,31 +43,38 @@ def batch(
         return torch.rand(size, *shape, generator=source, dtype=torch.float64)
 
     trace, noise = 0.5 + drawn(), 0.01 * drawn()
-    added = {"trace": trace, "variance": noise, "variance_spread": noise**2}
-    added |= path_additions("trace", trace, noise, 0.5)
-    added |= Divergence("age", ASKED["age"]).added(drawn(2), 0.5, skipping=True)
-    if step % 4:  # else the limit of the error is unknown
-        added |= {"certain": trace / 2, "variance_limit": noise}
     if step == 9:  # a step without noise
-        added["trace"] = torch.full_like(trace, math.inf)
-        added |= path_additions("trace", added["trace"], noise, 0.5)
+        trace = torch.full_like(trace, math.inf)
+    column = {"value": trace, "variance": noise, "noise": noise, "freedom": 1 + drawn()}
+    if step % 4:  # else the limit of the error is unknown
+        column |= {"certain": trace / 2, "limit": noise}
+    columns: dict[str, Column] = {"trace": column, "question age": {"value": drawn(2)}}
     for name, shape in SHAPES.items():
-        if name.partition("_")[0] in track:
-            added[name] = drawn(*shape)
-    if step % 7 == 3:
-        added = {}
+        if name in track:
+            columns[name] = {"value": drawn(*shape)}
+    if "diagonal" in track:
+        columns["diagonal"]["variance"] = drawn(D)
+    measured = step % 11 != 5
+    if step % 7 == 3 or not measured:
+        columns = {}
     own: Any = None if track else torch.randint(1, 9, (size,), generator=source)
-    return Contribution(rows, trace.float(), step % 11 != 5, added if step % 11 != 5 else {}, own)
+    rate = 1.0 if step % 3 == 0 else 0.5
+    return Contribution(rows, trace.float(), measured, columns, rate, own)
 
 
 def part_of(whole: Contribution, rows: Any) -> Contribution:
     """A part of a logical batch."""
-    own, added = (
-        whole.num_coordinates,
-        {name: value[rows] for name, value in whole.additions.items()},
+    own = whole.num_coordinates
+    return replace(
+        whole,
+        rows=whole.rows[rows],
+        squared_norm=whole.squared_norm[rows],
+        columns={
+            name: {part: value[rows] for part, value in column.items()}
+            for name, column in whole.columns.items()
+        },
+        num_coordinates=own[rows] if isinstance(own, Tensor) else own,
     )
-    own = own[rows] if isinstance(own, Tensor) else own
-    return Contribution(whole.rows[rows], whole.squared_norm[rows], whole.measured, added, own)
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:
@@ -107,6 +110,26 @@ def test_ledgers_are_equal(track: tuple[str, ...]) -> None:
     assert_equal(dict(ours.sums), dict(theirs.sums))
 
 
+def by_hand(name: str, column: Column, place: int, rate: float) -> dict[str, Tensor | float]:
+    """What one example adds to its sums, where X is finite."""
+    x, v = column["value"][place], column.get("variance", torch.zeros(len(column["value"])))[place]
+    variance = x**2 * (1 - rate) / rate**2 + v / rate
+    added: dict[str, Tensor | float] = {name: x / rate}
+    if name not in ("fim", "plis"):
+        added["variance" if name == "trace" else f"{name}_variance"] = variance
+    if name == "trace":
+        certain, limit = column.get("certain"), column.get("limit")
+        freedom = 1.0 if rate < 1 else column["freedom"][place]
+        added["variance_spread"] = variance**2 / freedom
+        added["certain"] = 0.0 if rate < 1 or certain is None else certain[place]
+        added["variance_limit"] = math.inf if rate < 1 or limit is None else limit[place]
+    if name in ("trace", "question age"):
+        noise = column["noise"][place] if name == "trace" else 0.0
+        added[f"{name}_square"] = (x**2 - noise).clamp(min=0) / rate
+        added[f"{name}_measured"] = 1.0
+    return added
+
+
 def test_sums_are_those_of_a_loop() -> None:
     """Against a plain Python loop, without rounds and tables."""
     source, ledger = torch.Generator().manual_seed(1), Ledger(N, D, track=ALL, questions=ASKED)
@@ -124,9 +147,10 @@ def test_sums_are_those_of_a_loop() -> None:
             sums["missed"][row] += not each.measured
             sums["squared_norm"][row] += each.squared_norm[place]
             sums["num_coordinates"][row] = D
-            for name, value in each.additions.items():
-                sums[name][row] += value[place]
-            if each.measured and "variance_limit" not in each.additions:
+            for name, column in each.columns.items():
+                for total, number in by_hand(name, column, place, each.rate).items():
+                    sums[total][row] += number
+            if each.measured and not each.columns:
                 sums["variance_limit"][row] = math.inf
     for name, value in sums.items():
         if not name.endswith(("_last", "_changes")):  # see test_path
@@ -222,7 +246,9 @@ def test_the_queue_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(20):
         ledger.add(
             Contribution(
-                torch.arange(10), torch.ones(10), True, {"plis": torch.zeros(10, 100).double()}
+                torch.arange(10),
+                torch.ones(10),
+                columns={"plis": {"value": torch.zeros(10, 100).double()}},
             )
         )
         queued.append(len(ledger._queue))
@@ -232,7 +258,8 @@ def test_the_queue_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_refused_or_interrupted_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = Ledger(N, D, track=("plis",))
     good, bad = (
-        Contribution(ROWS, torch.ones(2), True, {"plis": torch.ones(2, d)}) for d in (D, D + 1)
+        Contribution(ROWS, torch.ones(2), columns={"plis": {"value": torch.ones(2, d)}})
+        for d in (D, D + 1)
     )
     ledger.add(good)
     with pytest.raises(ValueError, match="plis"):
@@ -284,13 +311,13 @@ def test_a_ledger_in_parts_is_that_of_one_process(moving: bool) -> None:
         rows = (torch.rand(N, generator=source) < 0.5).nonzero().flatten()
         trace = 1 + torch.rand(len(rows), generator=source, dtype=torch.float64)
         noise = torch.full_like(trace, 0.01)
-        added = {"trace": trace, "variance": noise, **path_additions("trace", trace, noise, 1.0)}
+        columns = {"trace": {"value": trace, "variance": noise, "noise": noise}}
         owner = torch.randint(size, (len(rows),), generator=source) if moving else rows % size
         for ledger, mask in [
             (alone, owner >= 0),
             *((part, owner == k) for k, part in enumerate(parts)),
         ]:
-            ledger.add(part_of(Contribution(rows, trace, True, added), mask))
+            ledger.add(part_of(Contribution(rows, trace, True, columns), mask))
     whole = whole_ledger(parts[0], Together(parts))
     assert whole.sums.keys() == alone.sums.keys()
     for name, value in alone.sums.items():

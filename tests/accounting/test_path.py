@@ -14,13 +14,8 @@ from benchmarks.simulated_runs import Setting, shares
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
-from torchfil.accounting.quantities import (
-    Conditions,
-    path_additions,
-    path_sums,
-    relative_change,
-    run_variance,
-)
+from torchfil.accounting.quantities import Conditions
+from torchfil.accounting.sums import path_sums, relative_change, run_variance
 
 
 def booked(
@@ -44,14 +39,8 @@ def booked(
         x, variance = values[step, rows], noise[step, rows]
         zero = torch.zeros_like(x)
         if float(torch.rand((), generator=source)) < rate:
-            added = {
-                "trace": x / rate,
-                "variance": variance,
-                "variance_spread": zero,
-                "certain": zero,
-            }
-            added |= path_additions("trace", x, variance, rate)
-            ledger.add(Contribution(rows, zero, additions=added | {"variance_limit": zero}))
+            column = {"value": x, "variance": variance, "noise": variance, "limit": zero}
+            ledger.add(Contribution(rows, zero, columns={"trace": column}, rate=rate))
         else:
             ledger.add(Contribution(rows, zero))
     return ledger

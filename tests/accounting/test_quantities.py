@@ -16,6 +16,7 @@ from torchfil.accounting import quantities
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.sums import Column
 from torchfil.fisher import ExampleGradients, Mechanism
 from torchfil.fisher.batch import Measurement, PrivateBatch
 
@@ -23,22 +24,16 @@ ALL = ("diagonal", "fim", "plis")
 
 
 class Largest(quantities.TrackedQuantity):
-    """The largest entry of the diagonal, summed over steps, and how often it was looked at."""
+    """The largest entry of the diagonal, summed over steps."""
 
     name = "largest"
     needs = quantities.Needs(("diagonal",))
 
-    def sums(self, num_coordinates: int) -> dict[str, quantities.Sum]:
-        return {"largest": quantities.Sum(), "looks": quantities.Sum(dtype=torch.int64)}
-
-    def measure(
-        self, measurement: Measurement, rate: float | Tensor, *, skipping: bool
-    ) -> dict[str, Tensor]:
-        largest = measurement.estimates["diagonal"].value.double().max(dim=1).values
-        return {"largest": largest / rate, "looks": torch.ones_like(largest)}
+    def measure(self, measurement: Measurement) -> Column:
+        return {"value": measurement.estimates["diagonal"].value.max(dim=1).values}
 
     def read(self, sums: Mapping[str, Tensor], reading: Any) -> Tensor:
-        return sums["largest"] / sums["looks"]
+        return sums[self.name]
 
 
 def batch(sigma: float = 0.9) -> PrivateBatch:
@@ -57,12 +52,11 @@ def booked(found: PrivateBatch, track: tuple[str, ...], rate: float = 1.0) -> Le
     measurement, device = measured(found, track), found.gradients.device
     rows = torch.tensor([0, 2], device=device)
     ledger = Ledger(4, found.gradients.num_coordinates, track=track, device=device)
-    added = quantities.additions(measurement, rate, skipping=rate < 1, track=track)
-    ledger.add(
-        Contribution(
-            rows, torch.ones(2, device=device), additions={k: v[rows] for k, v in added.items()}
-        )
-    )
+    columns = {
+        name: {part: value[rows] for part, value in column.items()}
+        for name, column in quantities.columns_of(measurement, track).items()
+    }
+    ledger.add(Contribution(rows, torch.ones(2, device=device), columns=columns, rate=rate))
     conditions = quantities.Conditions(exact=rate == 1, sample_rate=0.1, skipping=rate < 1)
     return Leakage(ledger, ExampleIds(4), conditions)
 
@@ -80,10 +74,11 @@ def test_a_step_that_may_be_skipped_counts_by_its_rate() -> None:
     torch.testing.assert_close(
         leakage.get_plis(rows), 2 * measurement.susceptibility[rows].double()
     )
-    added = quantities.Divergence("age", quantities.QuestionSpec(("old", "young"))).added(
-        torch.ones(3, 2), 0.5, skipping=True
-    )
-    assert torch.equal(added["question age"], torch.full((3, 2), 2.0))
+    asked = Ledger(2, 1, questions={"age": quantities.QuestionSpec(("old", "young"))})
+    columns = {"question age": {"value": torch.ones(2, 2)}}
+    asked.add(Contribution(torch.arange(2), torch.ones(2), columns=columns, rate=0.5))
+    assert asked.sums["question age"].tolist() == [[2.0, 2.0]] * 2
+    assert asked.sums["question age_variance"].tolist() == [[2.0, 2.0]] * 2
 
 
 class TestRegistry:
@@ -112,10 +107,10 @@ class TestRegistry:
         torch.testing.assert_close(leakage.get("largest", [2, 0]), 2 * truth[[2, 0]])
         copy = Ledger.from_state_dict(leakage.ledger.state_dict(), leakage.ledger.device)
         assert torch.equal(copy.sums["largest"], leakage.ledger.sums["largest"])
-        assert Ledger.bytes_needed(10, 3, ("largest",)) == Ledger.bytes_needed(10, 3) + 10 * 16
+        assert Ledger.bytes_needed(10, 3, ("largest",)) == Ledger.bytes_needed(10, 3) + 10 * 8
         clash = Largest()
-        clash.name = "clash"
-        for other, noun in ((Largest(), "overwrite=True"), (clash, "looks")):
+        clash.name = "certain"
+        for other, noun in ((Largest(), "overwrite=True"), (clash, "others already use")):
             with pytest.raises(ValueError, match=noun):
                 quantities.register_quantity(other)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
-from torchfil.accounting.quantities import Conditions, additions
+from torchfil.accounting.quantities import Conditions, columns_of
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.estimators import RunningMoments
 from torchfil.fisher.results import Estimate
@@ -52,9 +52,7 @@ def run(
             measurement = Measurement(
                 {"trace": total.result(certain=known * trace)}, trace, None, None
             )
-            contribution = Contribution(
-                rows, trace, additions=additions(measurement, rate, skipping=rate < 1)
-            )
+            contribution = Contribution(rows, trace, columns=columns_of(measurement), rate=rate)
         ledger.add(contribution)
     return Leakage(ledger, ExampleIds(n), Conditions(skipping=rate < 1)), truth
 

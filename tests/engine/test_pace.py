@@ -20,7 +20,7 @@ from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.pace import Pace, choose
-from torchfil.accounting.quantities import additions
+from torchfil.accounting.quantities import columns_of
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.results import Estimate
 
@@ -82,10 +82,8 @@ class Simulated:
                 samples = x * noise
                 error = samples.std(dim=0) / k**0.5
                 estimate = Estimate(samples.mean(dim=0), error, "estimate", k - 1.0)
-                added = additions(
-                    Measurement({"trace": estimate}, x, None, None), rate, skipping=rate < 1
-                )
-                contribution = Contribution(rows, x, additions=added)
+                columns = columns_of(Measurement({"trace": estimate}, x, None, None))
+                contribution = Contribution(rows, x, columns=columns, rate=rate)
             ledger.add(contribution)
             self.pace.note([contribution])
             if taken % 2 == 0:

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfil.accounting import quantities
+from torchfil.accounting import sums as summing
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.ledger import Ledger, check_repetitions, mean_ledger
 from torchfil.accounting.quantities import (
-    FEWEST_PARTICIPATIONS,
     Conditions,
-    Divergence,
     Reading,
     TrackedQuantity,
+    question_column,
 )
 from torchfil.accounting.rows import first_of_equal
+from torchfil.accounting.sums import FEWEST_PARTICIPATIONS
 from torchfil.fisher.batch import largest_eigenvalue
 from torchfil.fisher.results import Estimate, Kind, Part
 from torchfil.guessing import Guess
@@ -116,7 +116,7 @@ class Leakage(ArrowTable):
         * Every number says whether it is exact, an estimate with a standard error, or a bound.
         * Standard errors are those of the probes and skipped steps of this run. The bounds are
           about the mean over everything random in a run, so intervals also cover the draw of the
-          batches and the path of the noise (:mod:`torchfil.accounting.quantities`);
+          batches and the path of the noise (:mod:`torchfil.accounting.sums`);
           ``interval(confidence, "probes")`` leaves them out. An example that was measured in fewer
           than five steps has no interval (its ends are 0 and ∞): an estimate from one run.
         * Intervals hold for an example chosen beforehand. The safest-looking of many examples look
@@ -317,7 +317,7 @@ class Leakage(ArrowTable):
             )
         if question not in asked:
             raise ValueError(f"This run was not asked {question!r}{nearest(question, list(asked))}")
-        guess: Guess = self.get(Divergence(question, asked[question]).name, example_ids)
+        guess: Guess = self.get(question_column(question), example_ids)
         return guess
 
     def get_sampling_error(self, example_ids: Ids = None) -> Tensor:
@@ -529,7 +529,7 @@ class Leakage(ArrowTable):
 
     def _sums_of(self, quantity: TrackedQuantity, rows: Tensor) -> dict[str, Tensor]:
         """The sums of a quantity at these rows, those of floating point in float64."""
-        at_rows = {name: self.ledger.sums.at(name, rows) for name in quantity.sums(1)}
+        at_rows = {name: self.ledger.sums.at(name, rows) for name in quantity.summed(1).layout}
         return {
             name: value.double() if value.is_floating_point() else value
             for name, value in at_rows.items()
@@ -557,23 +557,22 @@ class Leakage(ArrowTable):
         It is infinite if no example has enough of them.
         """
         typical = {}
-        for quantity in self.ledger.quantities:
-            for name in quantity.followed:
-                total, count = torch.zeros(()), torch.zeros(())
-                for rows in self.ledger.sums["participations"].nonzero()[:, 0].split(_AT_ONCE):
-                    participations = self.ledger.sums.at("participations", rows)
-                    relative, known = quantities.relative_change(
-                        name, self._sums_of(quantity, rows), participations
-                    )
-                    total, count = (
-                        total.to(relative) + relative.sum(dim=0),
-                        count.to(relative) + known.sum(dim=0),
-                    )
-                typical[name] = torch.where(count > 0, total / count, math.inf)
+        for quantity in self.ledger.followed:
+            total, count = torch.zeros(()), torch.zeros(())
+            for rows in self.ledger.sums["participations"].nonzero()[:, 0].split(_AT_ONCE):
+                participations = self.ledger.sums.at("participations", rows)
+                relative, known = summing.relative_change(
+                    quantity.name, self._sums_of(quantity, rows), participations
+                )
+                total, count = (
+                    total.to(relative) + relative.sum(dim=0),
+                    count.to(relative) + known.sum(dim=0),
+                )
+            typical[quantity.name] = torch.where(count > 0, total / count, math.inf)
         return typical
 
     def _run_variances(self, rows: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """By followed sum, :func:`torchfil.accounting.quantities.run_variance`: due to the batches,
+        """By followed sum, :func:`torchfil.accounting.sums.run_variance`: due to the batches,
         and to the path.
         """
         rate, typical = (
@@ -582,11 +581,10 @@ class Leakage(ArrowTable):
         )
         drawn = self.ledger.sums.at("participations", rows)
         return {
-            name: quantities.run_variance(
-                name, self._sums_of(each, rows), drawn, rate, typical[name]
+            each.name: summing.run_variance(
+                each.name, self._sums_of(each, rows), drawn, rate, typical[each.name]
             )
-            for each in self.ledger.quantities
-            for name in each.followed
+            for each in self.ledger.followed
         }
 
     def _warn_of_few(self, rows: Tensor) -> None:

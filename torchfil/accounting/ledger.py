@@ -4,8 +4,9 @@ By Theorem 3 of Guo et al. 2022 the sum over the steps of a realised run is an u
 an upper bound on the Fisher information of the trained model; a step without the example adds
 nothing.
 
-What a step adds is queued where it was computed, and nothing is launched or waited for. The queue
-is booked for many steps at once when it is full, and before anything is read or saved.
+What a step measured is queued where it was computed, and nothing is launched or waited for. The
+queue is booked for many steps at once when it is full, and before anything is read or saved; only
+then do columns become sums (:mod:`torchfil.accounting.sums`).
 
 The mean over repeated runs on the same data (:func:`mean_ledger`) is one ledger whose errors are
 the spread between the runs.
@@ -23,22 +24,20 @@ from torch import Tensor
 
 from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.quantities import (
-    OWN_SUMS,
     Divergence,
     QuestionSpec,
-    Sum,
     Track,
-    compared,
-    path_sums,
+    TrackedQuantity,
     tracked,
 )
 from torchfil.accounting.rows import Rows, RowTable, bytes_per_row, in_rounds
+from torchfil.accounting.sums import OWN_SUMS, Columns, Sum, Summed, compared, path_sums
 
 STEPS_QUEUED = 32  # steps that are booked together
-BYTES_QUEUED = 2**26  # of their additions, at most
+BYTES_QUEUED = 2**26  # of their columns, at most
 MAX_POINTS = 200  # of a timeline
 
-# the examples of a batch, and by sum what is added: [batch, …], or one number for all
+# the examples of a batch, and what is told of them: [batch, …], or one number for all
 _Queued = tuple[Tensor, Mapping[str, Tensor | float]]
 
 
@@ -51,8 +50,9 @@ class Contribution:
         squared_norm: ‖g̃‖², [batch].
         measured: Whether Fisher information was measured, or skipped at random; otherwise the step
             was paused for these examples.
-        additions: What is added to each of the tracked quantities' sums, by name, [batch, …] each,
-            already weighted by 1/π; empty if the step was skipped at random.
+        columns: What was measured, by the names of quantities and questions; empty if the step was
+            skipped at random.
+        rate: π, the probability that the step was measured.
         num_coordinates: How many private coordinates each example has, [batch], or one number for
             all; None: as many as the ledger.
     """
@@ -60,15 +60,16 @@ class Contribution:
     rows: Tensor
     squared_norm: Tensor
     measured: bool = True
-    additions: dict[str, Tensor] = field(default_factory=dict)
+    columns: Columns = field(default_factory=dict)
+    rate: float = 1.0
     num_coordinates: Tensor | int | None = None
 
 
 class Ledger:
     """Sums per example: values in float64, sums for their errors in float32, counts in int32.
 
-    Besides the sums of the trace and the tracked quantities (:mod:`torchfil.accounting.quantities`)
-    it keeps, [n] each: ``participations``; ``missed``, participations in paused steps;
+    Besides the sums of the trace and the tracked quantities (:mod:`torchfil.accounting.sums`) it
+    keeps, [n] each: ``participations``; ``missed``, participations in paused steps;
     ``squared_norm``, Σ‖g̃‖²; ``num_coordinates``, the largest number of private coordinates that an
     example was seen with (0: never seen).
 
@@ -116,18 +117,18 @@ class Ledger:
         self.by_coordinate = tuple(
             [quantity.name for quantity in self.quantities if quantity.by_coordinate]
         )
-        self._followed = [name for quantity in self.quantities for name in quantity.followed]
-        self._unless_told = {
-            name: value for each in self.quantities for name, value in each.unless_told.items()
-        }
+        self._summed = {each.name: each.summed(num_coordinates) for each in self.quantities}
 
-        # the sums: their shapes, and which of them are large
+        # large sums, which steps add to but do not read, lie apart
+        self._apart = [
+            self._summed[each.name]
+            for each in self.quantities
+            if each.by_coordinate and not each.followed
+        ]
         layout: dict[str, Sum] = {}
-        only_added: set[str] = set()
-        for quantity in self.quantities:
-            own = quantity.sums(num_coordinates)
-            layout |= own
-            only_added |= own.keys() if quantity.by_coordinate and not quantity.followed else set()
+        for summed in self._summed.values():
+            layout |= summed.layout
+        only_added = {name for summed in self._apart for name in summed.layout}
         self._sums = RowTable(layout | OWN_SUMS, num_examples, device, only_added=only_added)
         self.device = self._sums.device
         self.bytes_per_example = bytes_per_row(self._sums.layout)
@@ -135,6 +136,11 @@ class Ledger:
         # what was added and is not booked yet
         self._queue: list[_Queued] = []
         self._steps_queued = self._bytes_queued = 0
+
+    @property
+    def followed(self) -> tuple[TrackedQuantity, ...]:
+        """The quantities whose path is followed."""
+        return tuple(each for each in self.quantities if each.followed)
 
     @staticmethod
     def bytes_needed(num_examples: int, num_coordinates: int, *options: Any) -> int:
@@ -214,34 +220,37 @@ class Ledger:
         self.flush_if_full()
 
         # all of it is checked before any of it is queued
-        queued, size, layout = [], self._bytes_queued, self._sums.layout
+        queued, size = [], self._bytes_queued
         for each in contributions:
             size += each.squared_norm.nbytes
-            for name, value in each.additions.items():
-                size += value.nbytes
-                if value.shape != (len(each.rows), *layout[name].shape):
-                    raise ValueError(
-                        f"what is added to {name!r} has shape {tuple(value.shape)}; for "
-                        f"{len(each.rows)} examples it must have "
-                        f"{(len(each.rows), *layout[name].shape)}"
-                    )
+            told: dict[str, Tensor | float] = {
+                "participations": 1,
+                "missed": int(not each.measured),
+                "squared_norm": each.squared_norm,
+                "num_coordinates": self.laid_out
+                if each.num_coordinates is None
+                else each.num_coordinates,
+                "rate": each.rate,
+                # of a step that was skipped at random, the error is unknown
+                _field("trace", "limit"): math.inf if each.measured else 0.0,
+            }
+            for name, column in each.columns.items():
+                told[_field(name, "told")] = 1
+                for part, shape in self._summed[name].fields.items():
+                    if part not in column:
+                        continue
+                    value = column[part]
+                    size += value.nbytes
+                    if value.shape != (len(each.rows), *shape):
+                        raise ValueError(
+                            f"what is added to {name!r} has shape {tuple(value.shape)}; for "
+                            f"{len(each.rows)} examples it must have {(len(each.rows), *shape)}"
+                        )
+                    told[_field(name, part)] = value
 
             # a step that was not measured still counts as a participation
             if len(each.rows):
-                told: dict[str, Tensor | float] = {
-                    "participations": 1,
-                    "missed": int(not each.measured),
-                    "squared_norm": each.squared_norm,
-                    "num_coordinates": self.laid_out
-                    if each.num_coordinates is None
-                    else each.num_coordinates,
-                }
-                queued.append(
-                    (
-                        each.rows,
-                        {**told, **self._unless_told, **each.additions} if each.measured else told,
-                    )
-                )
+                queued.append((each.rows, told))
         self._queue += queued
         self._bytes_queued, self._steps_queued = size, self._steps_queued + 1
 
@@ -264,15 +273,25 @@ class Ledger:
         distinct, order, rounds = in_rounds(torch.cat([rows.cpu() for rows, _ in self._queue]))
         order = order.to(self.device, non_blocking=True)
         with self._sums.rows_of(distinct) as sums:
-            added = {name: self._column(name)[order] for name in sums.layout}
+            added = {name: self._column(name, ())[order] for name in OWN_SUMS}
+            rate = self._column("rate", ())[order]
+            for summed in self._summed.values():
+                if summed not in self._apart:
+                    told = self._column(_field(summed.name, "told"), ())[order]
+                    parts = {
+                        part: self._column(_field(summed.name, part), shape)[order]
+                        for part, shape in summed.fields.items()
+                    }
+                    added |= summed.additions(parts, rate, told)
 
             # numbers that are no sums: the largest d, and what depends on earlier participations
             largest, own = sums["num_coordinates"], added["num_coordinates"].to(torch.int32)
             for size, here in rounds:
                 largest[:size].clamp_(min=own[here])
             added["num_coordinates"].zero_()
-            for name in self._followed:
-                _follow(name, sums, added, rounds)
+            for summed in self._summed.values():
+                if summed.followed:
+                    _follow(summed.name, sums, added, rounds)
 
             # plain sums
             for dtype, block in sums.blocks.items():
@@ -281,17 +300,28 @@ class Ledger:
                     block[:size].add_(values[here])
 
             # large sums batch by batch: what is added to them is never copied into one tensor
-            for name in self._sums.apart:
-                for rows, told in self._queue:
-                    if name in told:
-                        self._sums.add(name, rows, told[name])
+            for summed in self._apart:
+                for rows, numbers in self._queue:
+                    self._add_apart(summed, rows, numbers)
 
-    def _column(self, name: str) -> Tensor:
-        """What is queued for a sum, [entries, …], on its device."""
-        shape, numbers = (
-            self._sums.layout[name].shape,
-            [told.get(name, 0) for _, told in self._queue],
-        )
+    def _add_apart(
+        self, summed: Summed, rows: Tensor, numbers: Mapping[str, Tensor | float]
+    ) -> None:
+        """Add a batch's column to its large sums, if it has one."""
+        if _field(summed.name, "told") not in numbers:
+            return
+        one = torch.ones(len(rows), dtype=torch.float64, device=self.device)
+        parts = {
+            part: torch.as_tensor(numbers.get(_field(summed.name, part), 0.0), device=self.device)
+            for part in summed.fields
+        }
+        added = summed.additions(parts, one * numbers["rate"], one)
+        for name, value in added.items():
+            self._sums.add(name, rows, value)
+
+    def _column(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """What is queued under a name, float64 [entries, *shape], on its device."""
+        numbers = [told.get(name, 0) for _, told in self._queue]
         tensors = [number for number in numbers if isinstance(number, Tensor)]
         if tensors:
             parts = [
@@ -300,7 +330,7 @@ class Ledger:
                 else tensors[0].new_full((len(rows), *shape), number)
                 for (rows, _), number in zip(self._queue, numbers, strict=True)
             ]
-            return torch.cat(parts).to(self.device)
+            return torch.cat(parts).to(self.device, torch.float64)
         sizes = [len(rows) for rows, _ in self._queue]
         column = torch.tensor(numbers, dtype=torch.float64).repeat_interleave(
             torch.tensor(sizes, dtype=torch.long)
@@ -341,6 +371,11 @@ class Ledger:
         for name, own in ledger.sums.items():
             own.copy_(state["sums"][name].view_as(own))
         return ledger
+
+
+def _field(name: str, part: str) -> str:
+    """The name of a column's field in the queue."""
+    return f"{name}: {part}"
 
 
 def _follow(
@@ -424,9 +459,9 @@ def mean_ledger(ledgers: Sequence[Ledger]) -> Ledger:
             target.copy_(value if target.is_floating_point() else value.ceil())
 
     # errors come from the spread between runs, and cover everything random in a run
-    variances = [pair for quantity in mean.quantities for pair in quantity.variances.items()]
-    for name, variance in variances if len(ledgers) > 1 else ():
-        mean.sums[variance].copy_(by_run(name).double().var(dim=0) / len(ledgers))
+    for each in mean.quantities if len(ledgers) > 1 else ():
+        if each.variance is not None:
+            mean.sums[each.variance].copy_(by_run(each.name).double().var(dim=0) / len(ledgers))
     return mean
 
 

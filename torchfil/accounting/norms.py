@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.accounting.quantities import Sum
 from torchfil.accounting.rows import RowTable, bytes_per_row, in_rounds
+from torchfil.accounting.sums import Sum
 
 RATIO = 1.05  # between neighbouring noise multipliers of the grid
 LEVELS = 96

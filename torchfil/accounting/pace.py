@@ -111,8 +111,9 @@ class Pace:
         Do nothing for batches that were not measured.
         """
         for each in contributions:
-            if each.additions:
-                self.noted = each.additions["trace"], each.additions["variance"]
+            if each.columns:
+                trace = each.columns["trace"]
+                self.noted = trace["value"], trace["variance"]
 
     def update(self, ledger: Ledger, passes: float) -> None:
         """Adjust the pace to the target, the sums so far and what was noted.
@@ -131,13 +132,9 @@ class Pace:
                 [values.square().sum(), variances.sum(), values.mean()]
             ).tolist()
             if 0 < square < math.inf:
-                # the variance of the probes' mean, over π² and its square
-                probes = variance / square - (1 - self.rate)
-                spread = self.num_probes * probes / self.rate
+                spread = self.num_probes * variance / square
                 self.spread = min(2.0, max(1e-4, 0.7 * self.spread + 0.3 * spread))
-                self.level = (
-                    0.7 * self.level + 0.3 * self.rate * mean if self.level else self.rate * mean
-                )
+                self.level = 0.7 * self.level + 0.3 * mean if self.level else mean
 
         # the median example's error so far, and what is still to come
         trace = ledger.sums["trace"]

@@ -52,12 +52,12 @@ from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.owners import Owners
 from torchfil.accounting.quantities import (
     Conditions,
-    Divergence,
     QuestionSpec,
     Reading,
     Trace,
-    run_variance,
+    question_column,
 )
+from torchfil.accounting.sums import Column, run_variance
 from torchfil.fisher.mechanism import step_divergence
 from torchfil.fisher.results import Estimate, Kind
 from torchfil.guessing import Guess
@@ -131,10 +131,10 @@ class Persons(Leakage):
             )
         if rate is not None:
             found /= -torch.expm1(counts * torch.tensor(-rate, dtype=torch.float64).log1p())
-        added: dict[str, Tensor] = {}
-        for name, asked in self.ledger.questions.items():
-            added |= Divergence(name, asked).added(found[:, None], 1.0, skipping=False)
-        self.ledger.add(Contribution(persons, torch.zeros(len(persons)), additions=added))
+        columns: dict[str, Column] = {
+            question_column(name): {"value": found[:, None]} for name in self.ledger.questions
+        }
+        self.ledger.add(Contribution(persons, torch.zeros(len(persons)), columns=columns))
 
     def get_guess(self, question: str, example_ids: Ids = None) -> Guess:
         """How well any attacker can tell whether these owners, with all of their rows, are in the
@@ -158,7 +158,7 @@ class Persons(Leakage):
         sums = {
             name: self._together(rows.ledger.sums[name].double() ** (power := _POWERS.get(name, 1)))
             ** (1 / power)
-            for name in trace.sums(1)
+            for name in trace.summed(1).layout
         }
         drawn, typical = (
             self._together(rows.ledger.sums["participations"]),

@@ -1,37 +1,12 @@
 r"""What a run keeps per example: one object per quantity, from a step's measurement to reading the
 sum.
 
-A quantity says what must be measured for it, which sums it keeps per example, what a step adds to
-them and what they mean. A step that is measured with probability π counts X/π, with the variance
-X²(1−π)/π² + v/π, where v is that of X.
+A quantity says what must be measured for it, which column it makes of a step's measurement, which
+sums are kept of that column and what they mean. How columns are summed is
+:mod:`torchfil.accounting.sums`.
 
 To add one, subclass :class:`TrackedQuantity` and call :func:`register_quantity`; then ``track=("its
 name",)`` keeps it and :meth:`torchfil.accounting.leakage.Leakage.get` reads it.
-
-How far one run can be off. The bounds are about E[S], S = Σ_t B_t X_t: X_t is what a step would
-add, B_t whether it draws the example. One run gives one S. Besides probes and skipped steps, two
-things change it:
-
-* the batches: Var = Σ_t q(1−q) X_t², of which (1−q) Σ B_t X_t² is an unbiased estimate; 0 if
-  batches are known;
-* the path: X_t depends on the weights, and so on all noise before t. Runs diverge for good, and
-  momentum and Adam make the weights move smoothly: consecutive participations are much alike
-  although runs differ. So the distance at which they are compared grows with the run: X is compared
-  at the participations 0, 4, 8, 12, 16, 24, 32, 48, 64, … (:func:`compared`). With γ the mean
-  square of its changes from each to the next, weighted by their distance and beyond the probes'
-  noise, X has the variance γ/2, and that of S is taken as m²γ/2, whatever the length m of the run:
-  as if all its participations were off together. Runs that forget their past vary less, and an
-  example whose leakage falls as it is learned adds to γ: both make it too large. Averages over runs
-  need no such rule.
-
-γ of one example comes from few changes, and is too small just where its sum is too small. So all
-examples of a run share the mean of γ, each relative to the square of its mean. Fewer than five
-measured participations say nothing: the error is infinite. ``benchmarks/coverage.py --simulate``
-measures how often lower ends are too high, by optimizer and sample rate.
-
-A quantity summed over participations keeps the sums of :func:`path_sums` besides its own, adds
-:func:`path_additions` at each step and names itself in ``TrackedQuantity.followed``; its readings
-then include this error.
 """
 
 from __future__ import annotations
@@ -45,15 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchfil.accounting.sums import OWN_SUMS, Column, Summed
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.estimators import Quantity
 from torchfil.fisher.results import Estimate, Kind
 from torchfil.guessing import Guess
 
 Track = str  # the name of a tracked quantity
-
-FEWEST_PARTICIPATIONS = 5
-_OF_CHANGES = 0.5  # of the mean squared change, to the mean's variance
 
 
 @dataclass(frozen=True)
@@ -67,141 +40,6 @@ class Needs:
 
     quantities: tuple[Quantity, ...] = ()
     susceptibility: bool = False
-
-
-class Sum(NamedTuple):
-    """The shape of a sum for one example, and its dtype.
-
-    Values are summed in float64, so that they keep a precision of 1e-6 however many steps there
-    are. Sums that only describe the error of a value are in float32 (``ERROR``): 1e-4 after 10⁵
-    participations.
-    """
-
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.float64
-
-
-ERROR = torch.float32
-COUNT = Sum(dtype=torch.int32)
-OWN_SUMS = {
-    "squared_norm": Sum(),
-    "participations": COUNT,
-    "missed": COUNT,
-    "num_coordinates": COUNT,
-}
-
-
-# ------------------------------------------------------------------ how far one run can be off
-
-
-def path_sums(name: str) -> tuple[str, ...]:
-    """The names of the sums: X², the last compared X, Σ distance · change², and how often it was
-    measured.
-
-    Example:
-        >>> path_sums("trace")
-        ('trace_square', 'trace_last', 'trace_changes', 'trace_measured')
-    """
-    return f"{name}_square", f"{name}_last", f"{name}_changes", f"{name}_measured"
-
-
-def path_layout(name: str, shape: tuple[int, ...] = ()) -> dict[str, Sum]:
-    """The sums of :func:`path_sums`: three that describe errors, and a count."""
-    *errors, measured = path_sums(name)
-    return {**{error: Sum(shape, ERROR) for error in errors}, measured: Sum(shape, torch.int32)}
-
-
-def path_additions(
-    name: str, value: Tensor, noise: Tensor, rate: float | Tensor
-) -> dict[str, Tensor]:
-    """What a measured step adds, [batch, …] each.
-
-    Args:
-        name: The sum's name.
-        value: X, not weighted by 1/π.
-        noise: The variance of its sampling error, or less.
-        rate: π.
-    """
-    square, last, changes, measured = path_sums(name)
-    return {
-        square: (value.square() - noise).clamp(min=0) / rate,
-        last: value,
-        changes: -2 * noise,
-        measured: torch.ones_like(value),
-    }
-
-
-def compared(measured: Tensor) -> Tensor:
-    """Which of so many measured participations, numbered from 0, is the last whose X is compared,
-    in float64.
-
-    Number i is compared if max(4, 2^(⌊log₂ i⌋ − 1)) divides it: distances are 4, and later a
-    quarter to a half of i.
-
-    Example:
-        >>> compared(torch.tensor([0, 1, 4, 5, 16, 17, 24, 25, 70]))
-        tensor([ 0.,  0.,  0.,  4., 12., 16., 16., 24., 64.], dtype=torch.float64)
-    """
-    last = (measured - 1).clamp(min=0).double()
-    return last - last % (1 << (torch.frexp(last).exponent - 2).clamp(min=2))
-
-
-def relative_change(
-    name: str, sums: Mapping[str, Tensor], participations: Tensor
-) -> tuple[Tensor, Tensor]:
-    """γ relative to the squared mean (0 if unknown), and for which examples it is known, [n, …]
-    each.
-
-    Args:
-        name: The sum's name.
-        sums: The sums of some examples.
-        participations: [n].
-    """
-    total, changes, measured = (
-        sums[each].double() for each in (name, f"{name}_changes", f"{name}_measured")
-    )
-    drawn = participations.reshape(-1, *(1,) * (total.ndim - 1))
-
-    # sums that are 0 or infinite have no uncertainty
-    leaks = (measured >= FEWEST_PARTICIPATIONS) & total.isfinite() & (total > 0)
-    mean = total / drawn.clamp(min=1)
-    relative = (changes / compared(measured).clamp(min=1)).clamp(min=0) / mean.square()
-    return torch.where(leaks, relative, 0.0), leaks
-
-
-def run_variance(
-    name: str,
-    sums: Mapping[str, Tensor],
-    participations: Tensor,
-    sample_rate: float | None,
-    typical: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The variance of the sum due to the batches, and that due to the path, [n, …] each.
-
-    Infinite if unknown.
-
-    Args:
-        name: The sum's name.
-        sums: The sums of the examples.
-        participations: [n].
-        sample_rate: q; None: batches are known.
-        typical: The mean of γ, relative to the squared mean, over all examples, […].
-    """
-    total, square, measured = (
-        sums[each].double() for each in (name, f"{name}_square", f"{name}_measured")
-    )
-    drawn = participations.reshape(-1, *(1,) * (total.ndim - 1))
-    batches = torch.zeros_like(total) if sample_rate is None else (1 - sample_rate) * square
-    batches = torch.where(drawn > 0, batches, math.inf if sample_rate is not None else 0.0)
-
-    path = torch.where(
-        relative_change(name, sums, participations)[1], _OF_CHANGES * typical * total.square(), 0.0
-    )
-    told = (measured >= FEWEST_PARTICIPATIONS) & total.isfinite() | total.isinf() | (drawn == 0)
-    return batches, torch.where(told, path, math.inf)
-
-
-# ------------------------------------------------------------------ quantities
 
 
 @dataclass(frozen=True)
@@ -276,40 +114,32 @@ class TrackedQuantity:
     """Something that is summed per example over a run.
 
     Attributes:
-        name: Its name in ``track``.
+        name: Its name in ``track``, and that of its sum.
         needs: What must be measured.
-        variances: For a sum's name, the name of the sum that is its variance.
-        followed: The sums whose path is followed, so that readings know how far one run can be off.
-        unless_told: What a participation adds to a sum if the step does not provide it (it was
-            skipped at random, or the measurement lacks that part), and this is not 0.
+        variance: The name of the sum of its variance; None: not kept.
+        followed: Whether its path is followed, so that readings know how far one run can be off.
     """
 
     name: str
     needs: Needs = Needs()
-    variances: Mapping[str, str] = {}
-    followed: tuple[str, ...] = ()
-    unless_told: Mapping[str, float] = {}
+    variance: str | None = None
+    followed: bool = False
 
-    def sums(self, num_coordinates: int) -> dict[str, Sum]:
-        """The sums that it keeps for one example, by name."""
-        raise NotImplementedError
+    def shape(self, num_coordinates: int) -> tuple[int, ...]:
+        """That of X of one example; one number unless overridden."""
+        return ()
+
+    def summed(self, num_coordinates: int) -> Summed:
+        """Which sums are kept."""
+        return Summed(self.name, self.shape(num_coordinates), self.variance, self.followed)
 
     @property
     def by_coordinate(self) -> bool:
         """Whether a sum has the private coordinates as a dimension."""
-        return self.sums(1) != self.sums(2)
+        return self.shape(1) != self.shape(2)
 
-    def measure(
-        self, measurement: Measurement, rate: float | Tensor, *, skipping: bool
-    ) -> dict[str, Tensor]:
-        """What a step adds to the sums, [batch, …] each, in float64.
-
-        Args:
-            measurement: The measurement of a step.
-            rate: π.
-            skipping: Whether π < 1; the variance then comes from single values, and nothing is
-                certain.
-        """
+    def measure(self, measurement: Measurement) -> Column:
+        """X and what is known about its error, [batch, …] each, in float64."""
         raise NotImplementedError
 
     def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Any:
@@ -317,70 +147,43 @@ class TrackedQuantity:
         raise NotImplementedError
 
 
-def _weighted(estimate: Estimate, rate: float | Tensor, *, skipping: bool) -> tuple[Tensor, Tensor]:
-    """X/π and its variance."""
-    value, variance = estimate.value.double(), estimate.standard_error.double().square()
-    if not skipping:
-        return value, variance
-    return value / rate, value.square() * ((1 - rate) / rate**2) + variance / rate
+def _column(estimate: Estimate) -> Column:
+    return {
+        "value": estimate.value.double(),
+        "variance": estimate.standard_error.double().square(),
+    }
 
 
 class Trace(TrackedQuantity):
-    """tr I, which every run keeps, with its error.
-
-    Sums, [n] each: ``trace``; its ``variance``; ``variance_spread`` = variance² / its degrees of
-    freedom, which gives those of the total (Welch and Satterthwaite); ``variance_limit``, a
-    variance that on average is not too small, whatever the probes, and infinite once it is unknown;
-    ``certain``, the part of the trace that was not sampled; and those of its path
-    (:func:`path_sums`): ``trace_square``, …
-    """
+    """tr I, which every run keeps, with everything known about its error."""
 
     name = "trace"
     needs = Needs(("trace",))
-    variances: Mapping[str, str] = {"trace": "variance"}
-    followed = ("trace",)
-    unless_told: Mapping[str, float] = {"variance_limit": math.inf}
+    variance = "variance"
+    followed = True
 
-    def sums(self, num_coordinates: int) -> dict[str, Sum]:
+    def summed(self, num_coordinates: int) -> Summed:
         """Nine numbers."""
-        errors = dict.fromkeys(("variance", "variance_limit"), Sum(dtype=ERROR))
-        # the square of a variance exceeds the range of float32
-        return {
-            "trace": Sum(),
-            "variance_spread": Sum(),
-            "certain": Sum(),
-            **errors,
-            **path_layout("trace"),
-        }
+        return Summed(self.name, (), self.variance, followed=True, is_trace=True)
 
-    def measure(
-        self, measurement: Measurement, rate: float | Tensor, *, skipping: bool
-    ) -> dict[str, Tensor]:
+    def measure(self, measurement: Measurement) -> Column:
         """The trace and everything known about its error."""
         estimate = measurement.estimates["trace"]
-        trace, variance = _weighted(estimate, rate, skipping=skipping)
-        freedom = 1.0 if skipping else estimate.degrees_of_freedom
-        added = {
-            "trace": trace,
-            "variance": variance,
-            "variance_spread": variance.square() / freedom,
-        }
-
+        column = _column(estimate)
+        value, variance = column["value"], column["variance"]
+        if estimate.kind == "exact":
+            certain, limit = value, torch.zeros_like(value)
+        elif estimate.variance_limit is not None:
+            certain = torch.zeros_like(value) if estimate.certain is None else estimate.certain
+            limit = estimate.variance_limit
+        else:
+            certain, limit = torch.zeros_like(value), torch.full_like(value, math.inf)
         # the error of a single probe is a limit, too large to subtract from the changes between
         # steps
-        value, noise = estimate.value.double(), estimate.standard_error.double().square()
-        added |= path_additions(
-            "trace", value, noise if measurement.repeated else torch.zeros_like(noise), rate
-        )
-
-        # if steps are skipped, everything counted is random
-        if not skipping and estimate.kind == "exact":
-            added |= {"certain": trace, "variance_limit": torch.zeros_like(trace)}
-        elif not skipping and estimate.variance_limit is not None:
-            added["variance_limit"] = estimate.variance_limit.double()
-            if estimate.certain is not None:
-                added["certain"] = estimate.certain.double()
-        return added
+        column["noise"] = variance if measurement.repeated else torch.zeros_like(variance)
+        column["freedom"] = torch.zeros_like(value) + estimate.degrees_of_freedom
+        column["certain"], column["limit"] = certain.double(), limit.double()
+        return column
 
     def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Estimate:
         """tr I, [ids]."""
@@ -399,21 +202,15 @@ class Diagonal(TrackedQuantity):
 
     name = "diagonal"
     needs = Needs(("diagonal",))
-    variances: Mapping[str, str] = {"diagonal": "diagonal_variance"}
+    variance = "diagonal_variance"
 
-    def sums(self, num_coordinates: int) -> dict[str, Sum]:
-        """Two vectors of length d."""
-        return {
-            "diagonal": Sum((num_coordinates,)),
-            "diagonal_variance": Sum((num_coordinates,), ERROR),
-        }
+    def shape(self, num_coordinates: int) -> tuple[int, ...]:
+        """[d]."""
+        return (num_coordinates,)
 
-    def measure(
-        self, measurement: Measurement, rate: float | Tensor, *, skipping: bool
-    ) -> dict[str, Tensor]:
+    def measure(self, measurement: Measurement) -> Column:
         """The diagonal and its variance."""
-        diagonal, variance = _weighted(measurement.estimates["diagonal"], rate, skipping=skipping)
-        return {"diagonal": diagonal, "diagonal_variance": variance}
+        return _column(measurement.estimates["diagonal"])
 
     def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Estimate:
         """The diagonal, [ids, d]."""
@@ -434,15 +231,13 @@ class Fim(TrackedQuantity):
     name = "fim"
     needs = Needs(("matrix",))
 
-    def sums(self, num_coordinates: int) -> dict[str, Sum]:
-        """One matrix."""
-        return {"fim": Sum((num_coordinates, num_coordinates))}
+    def shape(self, num_coordinates: int) -> tuple[int, ...]:
+        """[d, d]."""
+        return (num_coordinates, num_coordinates)
 
-    def measure(
-        self, measurement: Measurement, rate: float | Tensor, *, skipping: bool
-    ) -> dict[str, Tensor]:
+    def measure(self, measurement: Measurement) -> Column:
         """The matrix."""
-        return {"fim": _weighted(measurement.estimates["matrix"], rate, skipping=skipping)[0]}
+        return {"value": measurement.estimates["matrix"].value.double()}
 
     def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Estimate:
         """The matrix, [ids, d, d]."""
@@ -455,16 +250,14 @@ class Plis(TrackedQuantity):
     name = "plis"
     needs = Needs(susceptibility=True)
 
-    def sums(self, num_coordinates: int) -> dict[str, Sum]:
-        """A vector of length d."""
-        return {"plis": Sum((num_coordinates,))}
+    def shape(self, num_coordinates: int) -> tuple[int, ...]:
+        """[d]."""
+        return (num_coordinates,)
 
-    def measure(
-        self, measurement: Measurement, rate: float | Tensor, *, skipping: bool
-    ) -> dict[str, Tensor]:
+    def measure(self, measurement: Measurement) -> Column:
         """The derivative of the privacy loss."""
         assert measurement.susceptibility is not None
-        return {"plis": measurement.susceptibility.double() / rate}
+        return {"value": measurement.susceptibility.double()}
 
     def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Tensor:
         """The derivative, [ids, d]."""
@@ -481,6 +274,11 @@ class QuestionSpec(NamedTuple):
     membership: bool = False
 
 
+def question_column(question: str) -> str:
+    """The name of a question's column, KL_t of each of its answers, [batch, m]."""
+    return f"question {question}"
+
+
 class Divergence(TrackedQuantity):
     """D = KL(P ‖ P′) of every alternative of one question, [m] per example.
 
@@ -494,49 +292,20 @@ class Divergence(TrackedQuantity):
         asked: Its answers.
     """
 
+    followed = True
+
     def __init__(self, question: str, asked: QuestionSpec) -> None:
         self.asked = asked
-        self.name = f"question {question}"
-        self.followed = (self.name,)
-        self.variances = {self.name: f"{self.name}_variance"}
+        self.name = question_column(question)
+        self.variance = f"{self.name}_variance"
 
-    def sums(self, num_coordinates: int) -> dict[str, Sum]:
-        """D, its variance from skipped steps, and the sums that show how far one run can be off,
-        [m] each.
-        """
-        shape = (len(self.asked.answers),)
-        return {
-            self.name: Sum(shape),
-            self.variances[self.name]: Sum(shape, ERROR),
-            **path_layout(self.name, shape),
-        }
-
-    def measure(
-        self, measurement: Measurement, rate: float | Tensor, *, skipping: bool
-    ) -> dict[str, Tensor]:
-        """Nothing: these additions do not come from a measurement of Fisher information, see
-        :meth:`added`.
-        """
-        return {}
-
-    def added(
-        self, divergences: Tensor, rate: float | Tensor, *, skipping: bool
-    ) -> dict[str, Tensor]:
-        """What a step adds to the sums, for KL_t of its examples and alternatives, [batch, m],
-        measured at rate π.
-        """
-        weighted = divergences / rate if skipping else divergences
-        added = {
-            self.name: weighted,
-            **path_additions(self.name, divergences, torch.zeros_like(divergences), rate),
-        }
-        if skipping:
-            added[self.variances[self.name]] = divergences.square() * ((1 - rate) / rate**2)
-        return added
+    def shape(self, num_coordinates: int) -> tuple[int, ...]:
+        """[m]."""
+        return (len(self.asked.answers),)
 
     def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Guess:
         """What D says about every attacker, [ids, m]; [ids] for one alternative."""
-        value, variance = sums[self.name], sums[self.variances[self.name]]
+        value, variance = sums[self.name], sums[f"{self.name}_variance"]
         run_error = reading.run_error.get(self.name)
         if len(self.asked.answers) == 1:
             value, variance = value[:, 0], variance[:, 0]
@@ -568,7 +337,9 @@ def register_quantity(quantity: TrackedQuantity, *, overwrite: bool = False) -> 
             f"quantity {quantity.name!r} is already registered; pass overwrite=True to replace it"
         )
     others = [other for other in _REGISTRY.values() if other.name != quantity.name]
-    taken = set(OWN_SUMS).union(*(other.sums(1) for other in others)) & set(quantity.sums(1))
+    taken = set(OWN_SUMS).union(*(other.summed(1).layout for other in others)) & set(
+        quantity.summed(1).layout
+    )
     if taken:
         raise ValueError(
             f"quantity {quantity.name!r} keeps sums {sorted(taken)}, which others already use; "
@@ -602,22 +373,9 @@ def needs_of(track: tuple[Track, ...]) -> Needs:
     )
 
 
-def additions(
-    measurement: Measurement, rate: float | Tensor, *, skipping: bool, track: Collection[Track] = ()
-) -> dict[str, Tensor]:
-    """What a measured step adds to the sums of the trace and of the tracked quantities, [batch, …]
-    each, in float64.
-
-    Args:
-        measurement: The measurement of a step.
-        rate: π, the probability that it was measured.
-        skipping: Whether π < 1.
-        track: The names of the quantities.
-    """
-    result: dict[str, Tensor] = {}
-    for quantity in tracked(track):
-        result |= quantity.measure(measurement, rate, skipping=skipping)
-    return result
+def columns_of(measurement: Measurement, track: Collection[Track] = ()) -> dict[str, Column]:
+    """The columns of the trace and of the tracked quantities."""
+    return {each.name: each.measure(measurement) for each in tracked(track)}
 
 
 for _quantity in (Trace(), Diagonal(), Fim(), Plis()):

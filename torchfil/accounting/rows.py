@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchfil.accounting.quantities import Sum
+from torchfil.accounting.sums import Sum
 
 _GROWTH = 1.5
 

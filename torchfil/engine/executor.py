@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchfil.accounting.quantities import Divergence, QuestionSpec, Track, additions, needs_of
+from torchfil.accounting.quantities import Track, columns_of, needs_of, question_column
+from torchfil.accounting.sums import Column, Columns
 from torchfil.engine.forward import StartedGraph
 from torchfil.engine.guard import check_copy
 from torchfil.engine.replica import Replica
@@ -70,7 +71,8 @@ class StepValues:
         norm: ‖g‖ before clipping, [batch].
         clipped_norm: ‖g̃‖, [batch].
         sums: Σ_i g̃_i by parameter name; empty if not wanted.
-        additions: What the ledger adds, by name, [batch, …] each; None if the step is not measured.
+        columns: What the ledger sums, by the names of quantities and questions; None if the step is
+            not measured.
         output_gradients: ∂ℓ_i/∂output_i, for every tensor of the model's output; None if the pass
             has none.
     """
@@ -79,7 +81,7 @@ class StepValues:
     norm: Tensor
     clipped_norm: Tensor
     sums: dict[str, Tensor]
-    additions: dict[str, Tensor] | None
+    columns: dict[str, Column] | None
     output_gradients: tuple[Tensor, ...] | None = None
 
     def kept(self, *, sums: bool) -> StepValues:
@@ -89,18 +91,19 @@ class StepValues:
         copied = map_tensors(Tensor.clone, {**vars(self), "sums": self.sums if sums else None})
         return StepValues(**copied if sums else {**copied, "sums": self.sums})
 
-    def measured_anew(self, rows: Tensor, additions: dict[str, Tensor]) -> StepValues:
-        """The same, with the additions of these rows replaced by a later measurement, [rows, …]
+    def measured_anew(self, rows: Tensor, columns: Columns) -> StepValues:
+        """The same, with the columns of these rows replaced by a later measurement, [rows, …]
         each.
         """
-        before = self.additions or {}
-        size = len(self.norm)
-        parts = {
-            name: before.get(name, value.new_zeros(size, *value.shape[1:]))
-            for name, value in additions.items()
+        before = self.columns or {}
+        renewed = {
+            name: {
+                part: before[name][part].index_copy(0, rows, value)
+                for part, value in column.items()
+            }
+            for name, column in columns.items()
         }
-        added = {name: part.index_copy(0, rows, additions[name]) for name, part in parts.items()}
-        return replace(self, additions={**before, **added})
+        return replace(self, columns={**before, **renewed})
 
     def first(self, count: int) -> StepValues:
         """The values of the first examples, this many; the sums stay as they are."""
@@ -116,7 +119,6 @@ class Wanted:
         track: The quantities that are tracked besides the trace.
         estimator: The name of the estimator.
         seeds: The seeds of the probes; none: the step is not measured.
-        rate: π, the probability that such a step is measured.
         summed: Whether the clipped sum is wanted.
         questions: For each question, which of the examples' alternatives
             (:func:`with_alternatives`) are its answers.
@@ -125,7 +127,6 @@ class Wanted:
     track: tuple[Track, ...]
     estimator: str
     seeds: tuple[int, ...]
-    rate: float = 1.0
     summed: bool = True
     questions: Places = ()
 
@@ -136,7 +137,6 @@ class Wanted:
             self.track,
             self.estimator,
             len(self.seeds),
-            self.rate < 1,
             self.summed,
             self.questions,
         )
@@ -337,7 +337,7 @@ class Executor:
                 chunks = self._recorded_chunks(batch, forward, measured=bool(recorded.seeds))
                 seeds = recorded.seeds
                 draws = Draws(seeds, 1, batch.probes_at_once(len(seeds), self.memory_limit))
-                values = values_of(batch, chunks, recorded, draws, wanted.rate)
+                values = values_of(batch, chunks, recorded, draws)
         except UnsupportedCallError as error:
             # of a batch that is not as the trial's: from now on, map over such ones
             found = Plan(str(error), 0, facts=tried.facts)
@@ -348,7 +348,7 @@ class Executor:
             return values
         measured = self._mapped(batch, replace(wanted, summed=False, questions=()))
         check_copy(measured.norm, values.norm, reduced=batch.gradients.reduced)
-        return replace(values, additions={**(values.additions or {}), **(measured.additions or {})})
+        return replace(values, columns={**(values.columns or {}), **(measured.columns or {})})
 
     def _from_graph(
         self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half, *, few: bool
@@ -388,9 +388,7 @@ class Executor:
         """With gradients mapped over examples, in chunks."""
         columns, vectors = batch.working_vectors(wanted.estimator, self.memory_limit)
         batch, draws = replace(batch, plan=None), Draws(wanted.seeds, columns)
-        return values_of(
-            batch, batch.chunks(self.memory_limit, vectors), wanted, draws, wanted.rate
-        )
+        return values_of(batch, batch.chunks(self.memory_limit, vectors), wanted, draws)
 
     def begin_live(self, gradients: ExampleGradients) -> RecordedForward | None:
         """The forward half of a recorded pass of the live model.
@@ -503,7 +501,6 @@ def values_of(
     chunks: Iterable[tuple[slice, Jacobian]],
     wanted: Wanted,
     draws: Draws,
-    rate: float | Tensor,
     mask: Tensor | None = None,
 ) -> StepValues:
     """The wanted values, chunk by chunk; ``mask`` (1 or 0, [batch]) says which examples count in
@@ -512,26 +509,26 @@ def values_of(
     needs = needs_of(wanted.track)
 
     def of_chunk(rows: slice, jacobian: Jacobian) -> StepValues:
-        added = None
+        columns: dict[str, Column] | None = None
         if wanted.seeds:
             found = batch.measured(
                 jacobian, needs.quantities, wanted.estimator, draws, needs.susceptibility
             )
-            added = additions(found, rate, skipping=wanted.rate < 1, track=wanted.track)
+            columns = columns_of(found, wanted.track)
         if wanted.questions:
-            added = (added or {}) | _divergences(batch, jacobian, wanted, rate)
+            columns = (columns or {}) | _divergences(batch, jacobian, wanted)
         sums = jacobian.clipped_sum(mask) if wanted.summed else {}
         norms = jacobian.norm, jacobian.clipped_norm
-        return StepValues(jacobian.losses, *norms, sums, added, jacobian.output_gradients)
+        return StepValues(jacobian.losses, *norms, sums, columns, jacobian.output_gradients)
 
     # a loop would keep each Jacobian until the next is made
     return joined(itertools.starmap(of_chunk, chunks))
 
 
-def _divergences(
-    batch: PrivateBatch, jacobian: Jacobian, wanted: Wanted, rate: float | Tensor
-) -> dict[str, Tensor]:
-    """What the ledger adds for the questions; for "absent", the gradients' norms are enough."""
+def _divergences(batch: PrivateBatch, jacobian: Jacobian, wanted: Wanted) -> dict[str, Column]:
+    """The questions' columns, KL_t of each answer, [batch, m]; for "absent", the gradients' norms
+    are enough.
+    """
     examples, mechanism = jacobian.gradients.examples, batch.mechanism
     # the copy, whose passes nobody counts
     gradients = replace(jacobian.gradients, model=batch.gradients.model)
@@ -541,14 +538,12 @@ def _divergences(
         jacobian.products_with(replace(gradients, examples=other))
         for other in examples.alternatives
     ]
-    added: dict[str, Tensor] = {}
+    columns: dict[str, Column] = {}
     for name, places in wanted.questions:
         products = [jacobian.products_alone() if k is None else by_alternative[k] for k in places]
-        columns = torch.stack([mechanism.divergence(each, weights) for each in products], dim=1)
-        added |= Divergence(name, QuestionSpec(("",) * len(places))).added(
-            columns, rate, skipping=wanted.rate < 1
-        )
-    return added
+        by_answer = [mechanism.divergence(each, weights) for each in products]
+        columns[question_column(name)] = {"value": torch.stack(by_answer, dim=1)}
+    return columns
 
 
 def joined(parts: Iterable[StepValues]) -> StepValues:
@@ -568,12 +563,12 @@ def joined(parts: Iterable[StepValues]) -> StepValues:
 
     found = list(map(take, parts))  # a loop would keep each part's sums during the next pass
     # a mapped pass has them in another order than a recorded one
-    names = list(found[0].additions or ())
-    added = [
-        None if part.additions is None else {name: part.additions[name] for name in names}
+    names = list(found[0].columns or ())
+    columns = [
+        None if part.columns is None else {name: part.columns[name] for name in names}
         for part in found
     ]
-    found = [replace(part, additions=each) for part, each in zip(found, added, strict=True)]
+    found = [replace(part, columns=each) for part, each in zip(found, columns, strict=True)]
     if any(part.output_gradients is None for part in found):
         found = [replace(part, output_gradients=None) for part in found]
     return replace(concatenated(found), sums=first | total)
@@ -760,8 +755,8 @@ class CapturedPasses:
 
 
 class _Captured:
-    """One pass of fixed size as CUDA graphs, with the inputs that it reads: probes' bits, batch
-    size and rate.
+    """One pass of fixed size as CUDA graphs, with the inputs that it reads: probes' bits and
+    batch size.
 
     Attributes:
         size: How many examples it takes.
@@ -794,7 +789,6 @@ class _Captured:
         self.source = torch.Generator(device=device)
         self.places = torch.arange(size, device=device)
         self.count = torch.full((), size, dtype=torch.long, device=device)
-        self.rate = torch.full((), wanted.rate, dtype=torch.float64, device=device)
 
         self.captured = CapturedPass(
             gradients, size, self._stages, pool, num_stages=2, warm_up=warm_up
@@ -816,13 +810,11 @@ class _Captured:
 
         Args:
             examples: The examples.
-            wanted: The probes' seeds and the rate; everything else is built in.
+            wanted: The probes' seeds; everything else is built in.
             begun: Whether :meth:`begin` was the last replay, for these examples.
         """
         count = len(examples)
         self.count.fill_(count)
-        if wanted.rate < 1:
-            self.rate.fill_(wanted.rate)
         for bits, seed in zip(self.bits, wanted.seeds, strict=True):
             draw_bits(seed, bits, self.source)
         *_, values = self.captured.replay(examples, begun=begun)
@@ -844,9 +836,7 @@ class _Captured:
         draws = Draws(self.wanted.seeds, 1, self.probes_at_once, probes)
         mask = (self.places < self.count).to(gradients.dtype)
         batch = replace(self.batch, gradients=gradients)
-        yield values_of(
-            batch, [(slice(0, self.size), jacobian)], self.wanted, draws, self.rate, mask
-        )
+        yield values_of(batch, [(slice(0, self.size), jacobian)], self.wanted, draws, mask)
 
 
 def _passes_within(limit: int, batch: PrivateBatch, wanted: Wanted) -> Passes:

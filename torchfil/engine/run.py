@@ -452,7 +452,12 @@ class Run:
         """
         rows, norm = torch.tensor(ids, dtype=torch.long), values.clipped_norm
         contribution = Contribution(
-            rows, norm.square(), not self.paused, values.additions or {}, num_coordinates
+            rows,
+            norm.square(),
+            not self.paused,
+            values.columns or {},
+            self.pace.rate,
+            num_coordinates,
         )
         self.staged.append(Staged(contribution, norm / noise.max_grad_norm, noise))
 

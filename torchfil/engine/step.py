@@ -207,9 +207,7 @@ class Step:
         measures = (run.chooses_to_measure() or noise.noise_multiplier == 0) and not run.paused
         if loss is not None and (norms is None or measures):
             accounting = self.options.accounting
-            wanted = Wanted(
-                tuple(accounting.track), accounting.estimator, (), run.pace.rate, norms is None
-            )
+            wanted = Wanted(tuple(accounting.track), accounting.estimator, (), norms is None)
             values = self._values_of_all(
                 pieces, loss, self._mechanism_with(*noise), wanted, measures
             )
@@ -392,7 +390,7 @@ class Step:
         seeds = self.run.probe_seeds(self.options.accounting.extra_probes, "extra probes", place)
         again = replace(wanted, seeds=seeds, summed=False, questions=())
         anew = self.executor.run(few, self.executor.plan(few), mechanism, again, few=True)
-        return values.measured_anew(rows, anew.additions or {})
+        return values.measured_anew(rows, anew.columns or {})
 
     def _targets(self, call: ForwardPass) -> Any:
         """The targets of a call's rows."""

@@ -35,7 +35,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader
 
 from torchfil.accounting.leakage import Leakage
-from torchfil.accounting.quantities import FEWEST_PARTICIPATIONS
+from torchfil.accounting.sums import FEWEST_PARTICIPATIONS
 from torchfil.fisher.recording.graphs import release_memory
 from torchfil.fisher.results import Part
 from torchfil.guessing import divergence_of_rate, largest_true_positive_rate

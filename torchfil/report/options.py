@@ -36,7 +36,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from scipy.stats import binom
 
-from torchfil.accounting.quantities import FEWEST_PARTICIPATIONS
+from torchfil.accounting.sums import FEWEST_PARTICIPATIONS
 from torchfil.fisher.mechanism import largest_divergences
 from torchfil.gate.policy import Policy
 from torchfil.gate.rules import RULES, Verdict

@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from torchfil.accounting.ledger import Ledger
-from torchfil.accounting.quantities import compared, path_sums
+from torchfil.accounting.sums import compared, path_sums
 from torchfil.engine.replica import Replica, is_plain
 
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
@@ -467,7 +467,7 @@ def whole_ledger(part: Ledger, ranks: Ranks) -> Ledger:
     """The ledger of all ranks together, on the CPU; this rank's part is unchanged (collective).
 
     Sums are added. The squared changes between participations of an example
-    (:mod:`torchfil.accounting.quantities`) depend on their order and were followed within each
+    (:mod:`torchfil.accounting.sums`) depend on their order and were followed within each
     part. If only one part has seen an example, because each process draws from its own part of the
     data, all of its changes are there. If the parts changed in between, the changes between the
     parts' last values replace the missing ones, without subtracting the probes' noise: this can
@@ -479,14 +479,13 @@ def whole_ledger(part: Ledger, ranks: Ranks) -> Ledger:
         whole.sums[name].copy_(
             ranks.maximum(value) if name == "num_coordinates" else ranks.sum(value)
         )
-    for quantity in part.quantities:
-        for name in quantity.followed:
-            _, last, changes, count = path_sums(name)
-            measured = ranks.each(part.sums[count])
-            between, latest = changes_between(ranks.each(part.sums[last]), measured)
-            missing = compared(whole.sums[count]) - sum(compared(each) for each in measured)
-            whole.sums[last].copy_(latest)
-            whole.sums[changes].add_(between * missing.clamp(min=4))
+    for quantity in part.followed:
+        _, last, changes, count = path_sums(quantity.name)
+        measured = ranks.each(part.sums[count])
+        between, latest = changes_between(ranks.each(part.sums[last]), measured)
+        missing = compared(whole.sums[count]) - sum(compared(each) for each in measured)
+        whole.sums[last].copy_(latest)
+        whole.sums[changes].add_(between * missing.clamp(min=4))
     return whole
 
 
