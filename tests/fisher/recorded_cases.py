@@ -361,6 +361,10 @@ MODELS: Cases = {
         (BATCH, 4),
     ),
     "rows of all examples as one batch": (partial(folded, True), (2, 4)),
+    "rows of all examples, convolved": (
+        lambda: folded(True, nn.Conv1d(2, 2, 3, padding=1)),
+        (2, 2, 4),
+    ),
     "rows of all examples, normalised": (lambda: folded(True, nn.GroupNorm(2, 4)), (2, 4)),
     "positions first": (time_first, (3, 4)),
     "a weight used behind its layer's back": (linear_layers(behind_its_back, layer=(4, 4)), (4,)),
