@@ -97,6 +97,16 @@ class Simulated:
 simulated = cache(Simulated)
 
 
+def test_a_probes_spread_is_followed_whatever_their_number_and_rate() -> None:
+    for probes, rate in ((1, 1.0), (4, 0.5)):
+        pace = Pace(probes, rate, target=0.1, spread=0.2)
+        trace = torch.tensor([1.0, 3.0])
+        pace.noted = trace, 0.6 * trace.square() / probes
+        pace.update(Ledger(2, 1), 1.0)
+        assert pace.spread == pytest.approx(0.7 * 0.2 + 0.3 * 0.6)
+        assert pace.level == pytest.approx(2.0)
+
+
 @pytest.mark.parametrize(
     ("target", "epochs"),
     [
