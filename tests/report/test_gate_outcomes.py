@@ -394,22 +394,31 @@ def test_the_action_runs_the_gate(tmp_path: Path, run: Path, policy: Any) -> Non
 
 
 def test_no_input_of_the_action_is_an_option_or_an_output(
-    tmp_path: Path, run: Path, policy: Any
+    tmp_path: Path, run: Path, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, before = policy(POLICY), run.read_bytes()
+    """Its Python only notes the arguments, which torchfil is then given here."""
+    noted, python = tmp_path / "arguments", tmp_path / "python"
+    python.write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" > {noted}\nexit "$CODE"\n')
+    python.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    fine = {"PYTHON": str(python), "RUNS": str(run), "POLICY": str(policy(POLICY)), "CODE": "2"}
+    before = run.read_bytes()
     for name in ("RUNS", "POLICY", "PRESET", "BASELINE", "TOLERANCE", "RELEASED"):
-        given = {"RUNS": str(run), "POLICY": str(file)} | (
-            {"POLICY": ""} if name == "PRESET" else {}
-        )
+        given = fine | ({"POLICY": ""} if name == "PRESET" else {})
         given[name] = (f"{run}\n" if name == "RUNS" else "") + "--json-file=lost"
-        done, told = acted(tmp_path, **given)
-        assert (done.returncode, told) == (2, ["outcome=bad input"]), name
-        assert len(done.stderr.splitlines()) == 1
+        _, told = acted(tmp_path, **given)
+        module, program, *arguments = noted.read_text()[:-1].split("\0")
+        assert (module, program, told) == ("-m", "torchfil", ["outcome=bad input"]), name
+        refused(*arguments)
         assert not (tmp_path / "lost").exists()
-    for sarif in ("a\noutcome=passed", "a\routcome=passed", str(run)):
-        done, told = acted(tmp_path, RUNS=str(run), POLICY=str(file), SARIF=sarif)
-        assert (done.returncode, told) == (2, ["outcome=bad input"]), sarif
+    acted(tmp_path, **fine, SARIF=str(run))
+    refused(*noted.read_text()[:-1].split("\0")[2:])
     assert run.read_bytes() == before
+    for sarif in ("a\noutcome=passed", "a\routcome=passed"):
+        done, told = acted(tmp_path, **fine | {"CODE": "0"}, SARIF=sarif)
+        assert (done.returncode, told) == (2, ["outcome=bad input"]), sarif
+    for code, word in (0, "passed"), (3, "cannot tell"), (7, "stopped"):
+        assert acted(tmp_path, **fine | {"CODE": str(code)})[1][0] == f"outcome={word}"
 
 
 @pytest.mark.parametrize(
