@@ -154,10 +154,12 @@ class TestNumbers:
         assert shares > 5
         assert answers > 5
 
-    @pytest.mark.parametrize(("multiple", "holds"), [(10, True), (0, False)])
-    def test_a_quantile_holds_for_the_examples_themselves(self, multiple: int, holds: bool) -> None:
-        """Counts are rounded, and that of the told examples may be left out."""
-        rng, claims, wrong, gaps = np.random.default_rng(0), 0, 0, 0
+    def test_a_quantile_holds_for_the_examples_themselves(self) -> None:
+        """Counts are rounded, and that of the told examples may be left out.
+
+        By counts that are taken for exact ones it would not hold.
+        """
+        rng, claims, gaps, wrong = np.random.default_rng(0), 0, 0, {10: 0, 0: 0}
         for _ in range(25):
             n, top, series = 95, len(EXPONENTS) + 1, CountSeries(10)
             codes = np.full(n, top)
@@ -167,18 +169,16 @@ class TestNumbers:
                     codes[rows] == top, rng.integers(60, 70, 4), codes[rows] - rng.integers(0, 3, 4)
                 )
                 counts = series.publish({"bounds": Levels(codes.copy(), top + 1, with_empty=False)})
-                scalars = point_of(counts, n, multiple)
                 gaps += len(EXPONENTS) not in counts["bounds"]
                 told = codes[codes < top]
-                for name, value in scalars.items():
-                    share, place = (
-                        float(name.rpartition("/")[2]),
-                        np.abs(EXPONENTS - np.log10(value)).argmin(),
-                    )
-                    claims += 1
-                    wrong += (told <= place).sum() > share * len(told)
+                for multiple in wrong:
+                    for name, value in point_of(counts, n, multiple).items():
+                        share = float(name.rpartition("/")[2])
+                        place = np.abs(EXPONENTS - np.log10(value)).argmin()
+                        claims += multiple > 0
+                        wrong[multiple] += (told <= place).sum() > share * len(told)
         assert min(claims, gaps) > 50
-        assert (wrong == 0) == holds
+        assert wrong[10] == 0 < wrong[0]
 
     def test_no_two_published_counts_differ_by_few(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A point at every step, with batches of about four: plain counts show single people,

@@ -93,7 +93,7 @@ def test_each_new_cause_is_one_warning_and_the_earlier_file_stays(
 ) -> None:
     engine, loader, step = private()
     path = tmp_path / "run.parquet"
-    engine.save_every(path, steps=1, delta=1e-5)
+    engine.save_every(path, steps=2, delta=1e-5)
     trained(engine, loader, step, epochs=1)
     whole = path.read_bytes()
 
