@@ -64,6 +64,7 @@ def logged(
     return engine, numbers
 
 
+@pytest.mark.slow
 def test_every_dashboard_holds_what_a_function_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +195,7 @@ class TestNumbers:
             return publish(levels)
 
         logger._series.publish = noted  # type: ignore[method-assign]
-        train(engine, loader, 120)
+        train(engine, loader, 80)
         crossed = [int((one != other).sum()) for one, other in pairwise(classes)]
         assert 1 in crossed, "single people cross between two steps"
 

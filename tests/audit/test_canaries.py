@@ -265,12 +265,11 @@ def test_an_audit_contradicts_a_run_with_less_noise_than_it_claims(
     for _ in range(10):
         for x, y in loader:
             engine.train_step(x, y)
-    audit, run = (
-        engine.audit(delta=1e-5),
-        load(engine.save_run(tmp_path / "run.parquet", delta=1e-5)),
-    )
+    audit = engine.audit(delta=1e-5)
     assert audit.exceeds_claim is found
     assert (audit.epsilon > audit.claimed) is found
-    assert run.about["audit"] == audit.as_dict()
+    if found:
+        run = load(engine.save_run(tmp_path / "run.parquet", delta=1e-5))
+        assert run.about["audit"] == audit.as_dict()
     assert audit.claimed == engine.get_epsilon(1e-5)
     assert len(engine.leakage()) == 40, "of people alone"

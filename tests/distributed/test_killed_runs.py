@@ -63,7 +63,7 @@ def stop_in_step_3(rank: int, size: int, folder: Path, absent: int, asleep: bool
             os._exit(0)
 
 
-@pytest.mark.parametrize("asleep", [True, False])
+@pytest.mark.parametrize("asleep", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_the_others_name_a_rank_that_hangs_or_has_ended(tmp_path: Path, asleep: bool) -> None:
     with started(stop_in_step_3, 3, tmp_path, 1, asleep) as processes:
         for rank in (0, 2):
