@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,21 @@ def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
     assert (report / "notes.txt").read_text() == "mine"
     (tmp_path / "empty").mkdir()
     assert write_report(made_up(), tmp_path / "empty").exists()
+
+
+def test_a_training_needs_nothing_that_reports_are_made_with() -> None:
+    code = """
+import sys, torch, torchfil
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+engine, model = torchfil.FILPrivacyEngine(), nn.Linear(3, 2)
+data = TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
+optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=4)
+given = {"criterion": nn.CrossEntropyLoss(), "noise_multiplier": 1.0, "max_grad_norm": 1.0}
+engine.train_step(*next(iter(engine.make_private(model, optimizer, loader, **given)[-1])))
+print(sorted({"jinja2", "msgspec", "pyarrow"} & sys.modules.keys()))
+"""
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "[]\n"
