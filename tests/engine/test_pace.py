@@ -21,6 +21,7 @@ from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.pace import Pace, choose
 from torchfil.accounting.quantities import columns_of
+from torchfil.engine.executor import StepValues
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.results import Estimate
 
@@ -221,6 +222,14 @@ def test_few_are_measured_anew_after_the_first_passes() -> None:
     assert int(added) > 2 * (52 - 32)
     low, high = late.totals.get_trace().interval(0.999, "probes")
     assert bool(((low <= exact.value) & (exact.value <= high)).all())
+
+
+def test_what_is_measured_anew_replaces_what_was() -> None:
+    values = StepValues(None, torch.ones(3), torch.ones(3), {}, {"trace": {"value": torch.ones(3)}})
+    anew = {"trace": {"value": torch.tensor([30.0, 10.0])}}
+    found = values.measured_anew(torch.tensor([2, 0]), anew).columns
+    assert found is not None
+    assert found["trace"]["value"].tolist() == [10, 1, 30]
 
 
 @pytest.mark.slow
