@@ -14,7 +14,6 @@ from torch import nn
 
 from benchmarks import __main__ as command
 from benchmarks import comparison, loops, paper
-from benchmarks import many_examples as many
 from benchmarks.scale_model import fitted, measured_in_float32, tables
 from torchfil.fisher.operator import ClippedJacobian
 
@@ -67,17 +66,6 @@ def test_the_command_writes_both_files(tmp_path: Path, monkeypatch: pytest.Monke
     text = (tmp_path / "cpu.md").read_text()
     assert "run: RuntimeError: no such device" in text
     assert "torchfil train_step, 1 probe" in text
-
-
-@pytest.mark.slow
-def test_every_stage_of_many_examples_runs() -> None:
-    found = many.many_examples([300], all_drawn=True)
-    assert (
-        found["details"][0]["bytes_an_example"]
-        == found["details"][0]["bytes_an_example_drawn"]
-        == 136
-    )
-    assert all(0 < gb[0] < 4 for gb in found["peak_gb"].values())
 
 
 @pytest.mark.slow

@@ -51,17 +51,6 @@ def refused(*args: Any) -> str:
     return line
 
 
-def test_every_command_has_examples() -> None:
-    overview = call("--help")
-    assert overview.exit_code == 0
-    for name in main.commands:
-        assert name in overview.stdout
-        shown = call(name, "--help")
-        assert shown.exit_code == 0
-        assert f"  torchfil {name}" in shown.stdout, "an example"
-    assert call("--version").stdout.startswith("torchfil, version")
-
-
 def test_inspect(tmp_path: Path) -> None:
     path = run_file(tmp_path / "run.parquet")
     text = call("inspect", path, "--top", 2).stdout

@@ -4,7 +4,6 @@ number for each.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks import zoo
 from tests.refused import all_refused
 from torchfil import Private
-from torchfil.attribution import LayerTable, jacobian_sensitivity, layer_gradients, layers
+from torchfil.attribution import jacobian_sensitivity, layer_gradients, layers
 from torchfil.utils.errors import UnsupportedModuleError
 
 
@@ -63,17 +62,6 @@ def test_layer_gradients_are_autograds(name: str) -> None:
             rows.append(torch.cat([part.flatten() for part in parts]))
         torch.testing.assert_close(gradients[layer], torch.stack(rows))
         torch.testing.assert_close(means[layer], torch.stack(rows).reshape(2, 2, -1).mean(dim=1))
-
-
-def test_the_table_is_read_and_drawn() -> None:
-    value = np.array([math.inf, 12.5])
-    table = LayerTable(
-        ("", "conv1"), value, 0.9 * value, 1.2 * value, 0.05 * value, "measure", "unit"
-    )
-    assert str(table).splitlines()[3].split() == ["conv1", "12.5", "11.2", "15"]
-    figure = table.plot()
-    assert [text.get_text() for text in figure.axes[0].texts] == ["inf"]
-    assert len(figure.axes[0].patches) == 1
 
 
 def _brute_force(

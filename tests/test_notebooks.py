@@ -4,7 +4,6 @@ site's packages.
 
 from __future__ import annotations
 
-import re
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,17 +42,3 @@ def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     names = RUNNER.run_notebook(path, SMALL[path.stem], tmp_path / "pictures")
     assert len(names) > 1
     assert list((tmp_path / "pictures").glob("*.png")), "a tutorial shows a picture"
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_becomes_an_ipynb_file(path: Path) -> None:
-    nbformat = pytest.importorskip("nbformat")
-    text = path.read_text()
-    notebook = nbformat.from_dict(RUNNER.as_notebook(text))
-    nbformat.validate(notebook)
-    codes = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert codes[1].metadata.tags == ["parameters"]
-    assert [cell.source.strip() for cell in codes[1:]] == [
-        code.strip() for _, code in RUNNER.code_cells(text)
-    ]
-    assert len(codes) == 1 + len(re.findall(r"^```\{code-cell\}", text, flags=re.MULTILINE))

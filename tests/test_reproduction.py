@@ -12,12 +12,11 @@ import pytest
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
-from paper_data import SOURCES
 
 from reproduction import records
 from reproduction.page import joined, page
 from reproduction.registry import ROWS
-from reproduction.rows import PAPERS, Outcome, Row, Run, check_near, check_that, verdict_of
+from reproduction.rows import Outcome, Row, Run, check_near, check_that, verdict_of
 from tests.paper_files import few_made_up
 
 ROOT = Path(__file__).parents[1]
@@ -29,17 +28,6 @@ QUICK |= {
     f"hannun-{name}"
     for name in ("attacks-iwpc", "figure1", "figure7a", "figure7b", "table1-mnist-linear")
 }
-
-
-def test_the_registry_is_complete() -> None:
-    assert len(BY_ID) == len(ROWS)
-    assert sum(row.minutes for row in RUN if not row.gpu) <= 60, (
-        "make reproduce is promised to fit into an hour"
-    )
-    for row in ROWS:
-        assert row.paper in PAPERS
-        assert set(row.needs) <= set(SOURCES), row.id
-        assert row.measure is not None or row.reason, f"{row.id}: say why it is not measured"
 
 
 @pytest.mark.filterwarnings("ignore")

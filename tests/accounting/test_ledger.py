@@ -112,17 +112,17 @@ def test_ledgers_are_equal(track: tuple[str, ...]) -> None:
 
 def by_hand(name: str, column: Column, place: int, rate: float) -> dict[str, Tensor | float]:
     """What one example adds to its sums, where X is finite."""
-    x, v = column["value"][place], column.get("variance", torch.zeros(len(column["value"])))[place]
+    x = column["value"][place]
+    v = column["variance"][place] if "variance" in column else 0
     variance = x**2 * (1 - rate) / rate**2 + v / rate
     added: dict[str, Tensor | float] = {name: x / rate}
     if name not in ("fim", "plis"):
         added["variance" if name == "trace" else f"{name}_variance"] = variance
     if name == "trace":
-        certain, limit = column.get("certain"), column.get("limit")
-        freedom = 1.0 if rate < 1 else column["freedom"][place]
-        added["variance_spread"] = variance**2 / freedom
-        added["certain"] = 0.0 if rate < 1 or certain is None else certain[place]
-        added["variance_limit"] = math.inf if rate < 1 or limit is None else limit[place]
+        known = rate == 1 and "limit" in column
+        added["variance_spread"] = variance**2 / (1 if rate < 1 else column["freedom"][place])
+        added["certain"] = column["certain"][place] if known else 0.0
+        added["variance_limit"] = column["limit"][place] if known else math.inf
     if name in ("trace", "question age"):
         noise = column["noise"][place] if name == "trace" else 0.0
         added[f"{name}_square"] = (x**2 - noise).clamp(min=0) / rate
