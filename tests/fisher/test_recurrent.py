@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.cases import DEVICE
 from tests.fisher.recorded_cases import Model, check, gradients_of
 from torchfil.fisher.masks import MaskLayouts, recorded_masks
 from torchfil.fisher.recording import forward_pass, plan
+from torchfil.fisher.rules.recurrent import run_recurrent
 
 BATCH, TIME, WIDTH, HIDDEN = 3, 4, 3, 4
 LENGTHS = torch.tensor([2, 4, 1])
@@ -93,6 +95,16 @@ def test_given_states(kind: str, last: bool) -> None:
 def test_packed_sequences(kind: str, form: str) -> None:
     opacus = kind.startswith("DP")  # whose packed layers need float32 states of their own
     check_model(tagger(KINDS[kind](WIDTH, HIDDEN, **FORMS[form]), last=not opacus), LENGTHS)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_dropout_is_drawn_in_torchs_order(both: bool) -> None:
+    layer = nn.LSTM(WIDTH, HIDDEN, 2, batch_first=True, dropout=0.4, bidirectional=both)
+    x, found = torch.randn(BATCH, TIME, WIDTH), []
+    for run in (layer, partial(run_recurrent, layer, "LSTM")):
+        torch.manual_seed(1)
+        found.append(run(x)[0])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="cuDNN draws its masks unseen, which is refused")

@@ -92,7 +92,7 @@ def run_recurrent(
         x = torch.cat(outputs, dim=2)
         # drawn in torch's order, time steps first
         if dropout and not drops_states and layer + 1 < module.num_layers:
-            x = F.dropout(x.transpose(0, 1), dropout).transpose(0, 1)
+            x = F.dropout(x.transpose(0, 1).contiguous(), dropout).transpose(0, 1)
 
     x = x.transpose(0, 1) if time_first else x
     h, *c = [torch.stack(values) for values in zip(*last, strict=True) if values[0] is not None]
