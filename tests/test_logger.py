@@ -195,7 +195,7 @@ class TestNumbers:
             return publish(levels)
 
         logger._series.publish = noted  # type: ignore[method-assign]
-        train(engine, loader, 80)
+        train(engine, loader, 120)
         crossed = [int((one != other).sum()) for one, other in pairwise(classes)]
         assert 1 in crossed, "single people cross between two steps"
 
