@@ -43,13 +43,8 @@ def made_private(
     )
     optimizer = torch.optim.SGD(module.parameters(), lr=lr)
     noise = torch.Generator("cuda").manual_seed(2)
-    given = {
-        "criterion": nn.CrossEntropyLoss(),
-        "noise_generator": noise,
-        "seed": 3,
-        **SETTINGS,
-        **more,
-    }
+    given = {"criterion": nn.CrossEntropyLoss(), "noise_generator": noise, "seed": 3}
+    given |= {**SETTINGS, **more}
     return engine, engine.make_private(module, optimizer, data, **grouped(**given))[2]
 
 
@@ -59,12 +54,8 @@ def peak_bytes(max_memory: int, estimator: str) -> int:
     x, y = torch.rand(1024, 1, 28, 28, device="cuda"), torch.randint(10, (1024,), device="cuda")
 
     def trace(rows: slice) -> None:
-        options: dict[str, Any] = {
-            "estimator": estimator,
-            "num_probes": 2,
-            "max_memory": max_memory,
-        }
-        fisher.fim_trace(model, nn.CrossEntropyLoss(), x[rows], y[rows], **SETTINGS, **options)
+        given = {**SETTINGS, "estimator": estimator, "num_probes": 2, "max_memory": max_memory}
+        fisher.fim_trace(model, nn.CrossEntropyLoss(), x[rows], y[rows], **given)
 
     trace(slice(0, 2))  # the libraries' own workspaces come with their first use
     torch.cuda.synchronize()
@@ -120,14 +111,15 @@ def test_a_plis_map_of_a_resnet18_with_group_norm_keeps_its_ceiling(ceiling: int
     assert peak < ceiling
 
 
+def digits(count: int) -> Any:
+    torch.manual_seed(0)
+    x = torch.rand(count, 1, 28, 28).double()
+    return zoo.mnist_cnn().double(), x, torch.randint(10, (count,))
+
+
 @pytest.mark.parametrize("private", [False, True])
 def test_plis_agrees_with_the_cpu(private: bool) -> None:
-    torch.manual_seed(0)
-    model, x, y = (
-        zoo.mnist_cnn().double(),
-        torch.rand(8, 1, 28, 28).double(),
-        torch.randint(10, (8,)),
-    )
+    model, x, y = digits(8)
     options: dict[str, Any] = (
         {"noise_std": 0.5, "max_grad_norm": 1.0, "clip": "gelu"} if private else {}
     )
@@ -194,20 +186,10 @@ def test_questions_in_a_captured_pass() -> None:
     """Divergences of CUDA graphs are those of plain passes, whatever the batch's size."""
 
     def divergences(graphs: bool) -> Tensor:
-        torch.manual_seed(0)
-        model, x, y = (
-            zoo.mnist_cnn().double(),
-            torch.rand(96, 1, 28, 28).double(),
-            torch.randint(10, (96,)),
-        )
+        model, x, y = digits(96)
         asked = {"label": Label(3), "member": Absent()}
-        options: dict[str, Any] = {
-            "num_probes": 1,
-            "cuda_graphs": graphs,
-            "questions": asked,
-            "max_grad_norm": 0.5,
-        }
-        engine, loader = made_private(model, x.cuda(), y.cuda(), 24, **options)
+        how = {"cuda_graphs": graphs, "questions": asked, "max_grad_norm": 0.5}
+        engine, loader = made_private(model, x.cuda(), y.cuda(), 24, num_probes=1, **how)
         for batch in itertools.chain(loader, loader):
             engine.train_step(*batch)
         return torch.cat([engine.get_guess(name).divergence.value.flatten() for name in asked])

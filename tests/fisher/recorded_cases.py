@@ -241,32 +241,18 @@ LAYERS: Cases = {
     "instancenorm": (lambda: nn.InstanceNorm2d(3, affine=True), (3, 4, 4)),
     "own parameters beside a child": (scaled, (4,)),
     "prelu": (lambda: nn.PReLU(4), (4,)),
-    "pool, three axes": (
-        lambda: nn.Sequential(nn.Conv3d(1, 2, 1), nn.AvgPool3d(2, stride=1)),
-        (1, 3, 3, 4),
-    ),
-    "pool, adjacent": (
-        lambda: nn.Sequential(nn.Conv2d(2, 2, 1), nn.AvgPool2d((1, 2))),
-        (2, 3, 4),
-    ),
-    "pool, padded": (
-        lambda: nn.Sequential(nn.Conv2d(2, 2, 1), nn.AvgPool2d(3, 2, padding=1)),
-        (2, 5, 5),
-    ),
-    "pool, ceiling": (
-        lambda: nn.Sequential(nn.Conv2d(2, 2, 1), nn.AvgPool2d((3, 2), ceil_mode=True)),
-        (2, 5, 5),
-    ),
-    "pool, divisor": (
-        lambda: nn.Sequential(nn.Conv2d(2, 2, 1), nn.AvgPool2d(2, divisor_override=3)),
+    **{
+        name: (lambda kind=kind: nn.Sequential(nn.Linear(4, 4), kind(), nn.Linear(4, 2)), (4,))
+        for name, kind in (("gelu", nn.GELU), ("silu", nn.SiLU))
+    },
+}
+# Average pooling adds views of adjacent windows and of those one apart; other pooling is torch's.
+LAYERS |= {
+    f"pool, {given}": (
+        lambda given=given: nn.Sequential(nn.Conv2d(2, 2, 1), nn.AvgPool2d(2, **given)),
         (2, 4, 4),
-    ),
-    "pool, a rest": (
-        lambda: nn.Sequential(nn.Conv1d(2, 2, 1), nn.AvgPool1d(2, stride=3)),
-        (2, 10),
-    ),
-    "gelu": (lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)), (4,)),
-    "silu": (lambda: nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 2)), (4,)),
+    )
+    for given in ({}, {"stride": 1}, {"divisor_override": 3})
 }
 # With the first parameter frozen, too.
 FROZEN = (
