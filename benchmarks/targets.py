@@ -60,7 +60,7 @@ def mnist_task(count: int) -> Task:
     """The paper's CNN on a number of MNIST digits."""
     data = real_data("mnist")
     images, labels = data.mnist()
-    accounting = Accounting(num_probes=1, extra_probes=8)
+    accounting = Accounting(num_probes=1)
     return Task(
         (images[:count], labels[:count]),
         data.mnist("test"),

@@ -32,7 +32,7 @@ import math
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +93,6 @@ class Recipe:
         scale: The number that it then multiplies them by.
         clip: The clip function.
         probes: The probes per step.
-        extra_probes: More probes for the few examples that decide the lower end for all together;
-            0: none.
         seed: The seed of everything that is random.
     """
 
@@ -112,7 +110,6 @@ class Recipe:
     scale: float = 3.0
     clip: str = "rsqrt"
     probes: int = 1
-    extra_probes: int = 2
     seed: int = 0
 
 
@@ -212,7 +209,6 @@ def train(
         clip_weights=weights,
         accounting=Accounting(
             num_probes=recipe.probes,
-            extra_probes=recipe.extra_probes,
             amplification=Theorem4() if amplification == "theorem4" else amplification,
             execution=Execution(max_memory=max_memory),
         ),
@@ -276,8 +272,7 @@ def train_in_two_rounds(
     def trained(weights: Tensor | None) -> tuple[FILPrivacyEngine, float]:
         # no round repeats the batches and the noise that chose its weights
         draws = recipe.seed + 1000 * len(runs)
-        this = replace(recipe, extra_probes=0) if weights is None else recipe
-        engine, run = train(this, amplification="poisson", weights=weights, draws=draws, **given)
+        engine, run = train(recipe, amplification="poisson", weights=weights, draws=draws, **given)
         run["result"]["down_weighted"] = 0 if weights is None else int((weights < 1).sum())
         report(run, len(given["digits"]))
         runs.append(run)
@@ -318,7 +313,7 @@ def train_in_two_rounds(
 
 def bounds_so_far(engine: FILPrivacyEngine) -> dict[str, float]:
     """The smallest and the median bound over examples, and Rényi DP's bound for all."""
-    bound = engine.get_mse_bound().value
+    bound = engine.get_mse_bound()[engine.was_measured()].value
     return {
         "smallest": float(bound.min()),
         "median": float(bound.median()),
@@ -331,7 +326,7 @@ def final(engine: FILPrivacyEngine, count: int) -> dict[str, float]:
     """The final bounds, their lower ends by the probes' errors and by everything that is random in
     a run, and ε.
     """
-    bound = engine.get_mse_bound()
+    bound = engine.get_mse_bound()[engine.was_measured()]
     each = bound.interval(0.95, "probes")[0]
     every = bound.interval(1 - 0.05 / count, "probes")[0]
     together = engine.get_smallest_mse_bound(0.95, "probes")[1]

@@ -29,7 +29,6 @@ GRID_POINT = mnist_dpsgd.Recipe(
     centre=0.0,
     scale=1.0,
     clip="gelu",
-    extra_probes=0,
 )
 H200 = "one NVIDIA H200"
 
@@ -123,7 +122,7 @@ def figure_5_best(run: Run) -> Outcome:
     """The example's own recipe on a GPU: the accuracy at which the smallest bound is still above
     1.
     """
-    trained = private_digits(run, replace(mnist_dpsgd.Recipe(), extra_probes=0), "poisson", True)
+    trained = private_digits(run, mnist_dpsgd.Recipe(), "poisson", True)
     accuracy_against_bounds([trained], run.out / "repro_guo_figure5_gpu.png")
     result = trained["result"]
     here = (

@@ -220,6 +220,10 @@ def test_guess_among_several() -> None:
     )
 
 
+def test_an_estimate_below_0_is_none() -> None:
+    assert float(Guess(Estimate.exact(torch.tensor([-0.1]))).true_positive_rate(0.05)) == 0.05
+
+
 def test_what_is_refused() -> None:
     refused = {
         "divergence=.*clamp": lambda: guessing.largest_true_positive_rate(-0.1, 0.1),

@@ -135,7 +135,7 @@ class TestNumbers:
             lambda told, step: numbers.append((step, told)), delta=1e-4, every=3, prefix=""
         )
         logger.attach(engine)
-        train(engine, loader)
+        train(engine, loader, 42)
         shares = answers = 0
         for step, told in numbers:
             for rate, count in public[step].items():  # as on the page of that step

@@ -76,4 +76,4 @@ def test_the_diff_to_plain_opacus_is_two_lines() -> None:
     )
     namespace: dict[str, object] = {}
     exec(compile(setup + kept, "diff", "exec"), namespace)
-    assert namespace["engine"].get_fil().value.max() > 0  # type: ignore[attr-defined]
+    assert namespace["engine"].totals.summary().largest_fil > 0  # type: ignore[attr-defined]

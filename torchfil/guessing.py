@@ -98,37 +98,42 @@ class Guess:
             self, divergence=Estimate(high, torch.zeros_like(high), "upper bound", positive=True)
         )
 
+    @property
+    def _positive(self) -> Tensor:
+        """D, at least 0: an estimate from few draws may lie below."""
+        return self.divergence.value.clamp(min=0)
+
     def true_positive_rate(self, false_positive_rate: Numbers) -> Tensor:
         """For every attacker: :func:`largest_true_positive_rate`.
 
         D's shape, then the rates' shape.
         """
-        return largest_true_positive_rate(*_beside(self.divergence.value, false_positive_rate))
+        return largest_true_positive_rate(*_beside(self._positive, false_positive_rate))
 
     def normal_limit(self, false_positive_rate: Numbers) -> Tensor:
         """An estimate for the best attacker, not a bound: :func:`normal_limit_true_positive_rate`.
 
         Shapes as above.
         """
-        return normal_limit_true_positive_rate(*_beside(self.divergence.value, false_positive_rate))
+        return normal_limit_true_positive_rate(*_beside(self._positive, false_positive_rate))
 
     def total_variation(self) -> Tensor:
         """For every attacker: :func:`largest_total_variation`, D's shape."""
-        return largest_total_variation(self.divergence.value)
+        return largest_total_variation(self._positive)
 
     def success(self, prior: Numbers) -> Tensor:
         """For every attacker: :func:`largest_success` with prior(s) of the truth.
 
         D's shape, then the priors' shape.
         """
-        return largest_success(*_beside(self.divergence.value, prior))
+        return largest_success(*_beside(self._positive, prior))
 
     def posterior(self, prior: Numbers) -> Tensor:
         """For every attacker with this prior: :func:`expected_posterior_bound`.
 
         D's shape, then the priors' shape.
         """
-        return expected_posterior_bound(*_beside(self.divergence.value, prior))
+        return expected_posterior_bound(*_beside(self._positive, prior))
 
     def several(self, priors: Numbers, overall_rate: Numbers) -> Tensor:
         """For every attacker: :func:`largest_naming_rate` of the true answer among all, [ids], then
@@ -149,7 +154,7 @@ class Guess:
 
         :func:`fano_success` takes its mean over records whose answers follow the prior.
         """
-        value = self.divergence.value
+        value = self._positive
         columns = value if value.ndim == 2 else value[:, None]
         return divergence_from_mixture(columns if self.complete else F.pad(columns, (1, 0)), priors)
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.accounting.by_hand import Step, assert_by_hand
 from tests.engine.loops import data, train
 from torchfil.accounting import ledger as ledgers
 from torchfil.accounting.ids import ExampleIds
@@ -18,23 +23,28 @@ from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.quantities import QuestionSpec, available_quantities
 from torchfil.accounting.rows import RowTable
-from torchfil.accounting.sums import Column, Sum
-from torchfil.engine.distributed.ranks import whole_ledger
+from torchfil.accounting.sums import OWN_SUMS, Column, Sum
+from torchfil.engine.distributed.ranks import move_rows, whole_ledger
 
 N, D, STEPS = 40, 3, 45
 ROWS = torch.tensor([7, 5])
-ASKED = {"age": QuestionSpec(("old", "young"))}
+ASKED = {
+    "age": QuestionSpec(("old", "young")),
+    "in": QuestionSpec(("absent",), membership=True),
+}
 ALL = tuple(name for name in available_quantities() if name != "trace")
-SHAPES = {"diagonal": (D,), "fim": (D, D), "plis": (D,)}
+Q = torch.linspace(0.1, 0.6, N, dtype=torch.float64)
 
 
 def batch(
-    source: torch.Generator, step: int, track: tuple[str, ...] = ALL, *, n: int = N
+    source: torch.Generator,
+    step: int,
+    track: tuple[str, ...] = ALL,
+    *,
+    n: int = N,
+    rate: float = 1.0,
 ) -> Contribution:
-    """A Poisson draw of a third of all examples, some in every few steps.
-
-    Measured, skipped at random or paused.
-    """
+    """A Poisson draw of a third of all examples, some in every few steps, measured at that rate."""
     rows = (torch.rand(n, generator=source) < 0.35).nonzero().flatten()
     rows = rows[torch.randperm(len(rows), generator=source)]
     size = len(rows)
@@ -42,24 +52,39 @@ def batch(
     def drawn(*shape: int) -> Tensor:
         return torch.rand(size, *shape, generator=source, dtype=torch.float64)
 
-    trace, noise = 0.5 + drawn(), 0.01 * drawn()
-    if step == 9:  # a step without noise
-        trace = torch.full_like(trace, math.inf)
-    column = {"value": trace, "variance": noise, "noise": noise, "freedom": 1 + drawn()}
-    if step % 4:  # else the limit of the error is unknown
-        column |= {"certain": trace / 2, "limit": noise}
-    columns: dict[str, Column] = {"trace": column, "question age": {"value": drawn(2)}}
-    for name, shape in SHAPES.items():
-        if name in track:
-            columns[name] = {"value": drawn(*shape)}
-    if "diagonal" in track:
-        columns["diagonal"]["variance"] = drawn(D)
-    measured = step % 11 != 5
-    if step % 7 == 3 or not measured:
-        columns = {}
+    infinite = math.inf if step == 9 else 0.0  # a step without noise
+    trace, noise = 0.5 + drawn() + infinite, 0.01 * drawn()
+    columns: dict[str, Column] = {"question in": {"value": drawn(1) + infinite}}
+    if float(torch.rand((), generator=source)) < rate or infinite:  # which is always measured
+        columns["trace"] = {
+            "value": trace,
+            "variance": noise,
+            "noise": noise,
+            "freedom": 1 + drawn(),
+        }
+        columns["question age"] = {"value": drawn(2) + infinite}
+        matrix = (drawn(D, D) - 0.3) * (step != 9)  # a probe's diagonal may be negative
+        matrix[:, 0, 0] += trace - matrix.diagonal(dim1=1, dim2=2).sum(dim=1)
+        more = {"diagonal": matrix.diagonal(dim1=1, dim2=2), "fim": matrix, "plis": drawn(D)}
+        columns |= {name: {"value": more[name]} for name in track}
+        if "diagonal" in track:
+            columns["diagonal"]["variance"] = drawn(D)
     own: Any = None if track else torch.randint(1, 9, (size,), generator=source)
-    rate = 1.0 if step % 3 == 0 else 0.5
-    return Contribution(rows, trace.float(), measured, columns, rate, own)
+    return Contribution(rows, trace.float(), columns, rate, own)
+
+
+def steps(track: tuple[str, ...] = ALL, *, n: int = N, rate: float = 0.5) -> Iterator[Step]:
+    """Of one or two batches, of nobody, paused, under noise that changes, or under none."""
+    source = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        whole, paused = batch(source, step, track, n=n, rate=rate), step % 11 == 5
+        if paused:
+            whole = replace(whole, columns={})
+        middle = 0 if step == 7 else len(whole.rows) // 2 if step % 4 == 2 else len(whole.rows)
+        parts = [part_of(whole, slice(0, middle))]
+        if step % 4 == 2:
+            parts.append(part_of(whole, slice(middle, None)))
+        yield Step(parts, 0.0 if step == 9 else 1 + step / 50, 1 + step % 3, paused)
 
 
 def part_of(whole: Contribution, rows: Any) -> Contribution:
@@ -89,75 +114,51 @@ def assert_equal(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize("track", [(), ALL])
 def test_ledgers_are_equal(track: tuple[str, ...]) -> None:
     def booked(*, together: bool) -> tuple[Ledger, list[Tensor]]:
-        source = torch.Generator().manual_seed(0)
-        ledger, seen = Ledger(N, D, track=track, questions=ASKED), []
-        for step in range(STEPS):
-            whole = batch(source, step, track)
-            middle = len(whole.rows) // 2 if step % 4 == 2 else 0
-            ledger.add(part_of(whole, slice(0, middle)), part_of(whole, slice(middle, None)))
+        ledger, seen = Ledger(N, D, track=track, questions=ASKED, draw_rate=0.35), []
+        for number, step in enumerate(steps(track)):
+            step.book(ledger)
             if not together:
                 ledger.flush()
-            if step % 13 == 12:  # a read in between
+            if number % 13 == 12:  # a read in between
                 seen.append(ledger.sums["trace"].clone())
-            if step == 20:  # a run that is resumed
+            if number == 20:  # a run that is resumed
                 ledger = Ledger.from_state_dict(ledger.state_dict())
         return ledger, seen
 
     (ours, seen), (theirs, expected) = booked(together=True), booked(together=False)
     assert all(torch.equal(one, other) for one, other in zip(seen, expected, strict=True))
     assert int(theirs.sums["participations"].max()) > 10
+    assert (ours.steps, ours.missed_steps) == (STEPS, 4)
+    for name, trend in theirs.trends().items():
+        assert torch.equal(ours.trends()[name], trend)
     assert_equal(ours.state_dict()["sums"], theirs.state_dict()["sums"])
     assert_equal(dict(ours.sums), dict(theirs.sums))
 
 
-def by_hand(name: str, column: Column, place: int, rate: float) -> dict[str, Tensor | float]:
-    """What one example adds to its sums, where X is finite."""
-    x = column["value"][place]
-    v = column["variance"][place] if "variance" in column else 0
-    variance = x**2 * (1 - rate) / rate**2 + v / rate
-    added: dict[str, Tensor | float] = {name: x / rate}
-    if name not in ("fim", "plis"):
-        added["variance" if name == "trace" else f"{name}_variance"] = variance
-    if name == "trace":
-        known = rate == 1 and "limit" in column
-        added["variance_spread"] = variance**2 / (1 if rate < 1 else column["freedom"][place])
-        added["certain"] = column["certain"][place] if known else 0.0
-        added["variance_limit"] = column["limit"][place] if known else math.inf
-    if name in ("trace", "question age"):
-        noise = column["noise"][place] if name == "trace" else 0.0
-        added[f"{name}_square"] = (x**2 - noise).clamp(min=0) / rate
-        added[f"{name}_measured"] = 1.0
-    return added
-
-
-def test_sums_are_those_of_a_loop() -> None:
-    """Against a plain Python loop, without rounds and tables."""
-    source, ledger = torch.Generator().manual_seed(1), Ledger(N, D, track=ALL, questions=ASKED)
-    sums = {
-        name: torch.zeros(N, *each.shape, dtype=torch.float64)
-        for name, each in ledger.sums.layout.items()
-    }
-    for step in range(STEPS):
-        if step == 9:
-            continue
-        each = batch(source, step)
-        ledger.add(each)
-        for place, row in enumerate(each.rows.tolist()):
-            sums["participations"][row] += 1
-            sums["missed"][row] += not each.measured
-            sums["squared_norm"][row] += each.squared_norm[place]
-            sums["num_coordinates"][row] = D
-            for name, column in each.columns.items():
-                for total, number in by_hand(name, column, place, each.rate).items():
-                    sums[total][row] += number
-            if each.measured and not each.columns:
-                sums["variance_limit"][row] = math.inf
-    for name, value in sums.items():
-        if not name.endswith(("_last", "_changes")):  # see test_path
-            rounding = 1e-12 if ledger.sums[name].dtype == torch.float64 else 1e-5
-            torch.testing.assert_close(
-                ledger.sums[name].double(), value, rtol=rounding, atol=0, msg=name
-            )
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize(
+    ("draw_rate", "rate"), [(0.35, 1.0), (0.35, 0.5), (Q, 0.5), (None, 1.0), (None, 0.5)], ids=str
+)
+def test_sums_are_those_of_a_loop(
+    draw_rate: Tensor | float | None, rate: float, read: bool
+) -> None:
+    """Against plain Python loops, whenever they are read."""
+    ledger, log = (
+        Ledger(N, D, track=ALL, questions=ASKED, draw_rate=draw_rate),
+        list(steps(rate=rate)),
+    )
+    for number, step in enumerate(log):
+        step.book(ledger)
+        if read and number % 4 == 1:
+            so_far = ledger.traces()  # which counts nobody who was never drawn
+            drawn = ledger.sums["participations"] > 0
+            trace = ledger.sums["trace"].where(drawn, 0.0)
+            torch.testing.assert_close(so_far, trace, rtol=1e-12, atol=0)
+    assert_by_hand(ledger, log)
+    finite = ledger.sums["trace"].isfinite()
+    together = ledger.sums["diagonal"].sum(dim=1)[finite]
+    torch.testing.assert_close(together, ledger.sums["trace"][finite])
+    assert 0 < int(finite.sum()) < N
 
 
 @pytest.mark.parametrize("own_steps", [False, True])
@@ -222,10 +223,10 @@ def test_entered_later_is_the_same(every: int) -> None:
 )
 def test_bytes_per_example_are_stated_and_met(track: str, expected: int) -> None:
     kept = tuple(track) if isinstance(track, tuple) else (track,)
-    assert Ledger.bytes_needed(1, 5, kept) + NormHistory.bytes_needed(1) == 136 + expected
+    assert Ledger.bytes_needed(1, 5, kept) + NormHistory.bytes_needed(1) == 164 + expected
     engine = train(data(60), steps=1, track=track, estimator="exact").engine
     assert engine.ledger.sums.num_bytes + engine._training.run.history.num_bytes == 60 * (
-        136 + expected
+        164 + expected
     )
 
 
@@ -283,53 +284,70 @@ def test_what_is_refused_or_interrupted_loses_nothing(monkeypatch: pytest.Monkey
     assert not table["value"].any()
 
 
-class Together:
-    """All parts at hand: a value of the first stands for those of the same name."""
+class Thread:
+    """A rank that is a thread of this process."""
 
-    def __init__(self, parts: list[Ledger]) -> None:
-        self.parts = parts
+    def __init__(self, rank: int, told: list[Any], barrier: Barrier) -> None:
+        self.rank, self.told, self.barrier = rank, told, barrier
 
-    def each(self, value: Tensor) -> Tensor:
-        name = next(
-            name for name, held in self.parts[0].sums.items() if held.data_ptr() == value.data_ptr()
-        )
-        return torch.stack([part.sums[name] for part in self.parts])
+    def objects(self, value: Any) -> list[Any]:
+        self.told[self.rank] = value
+        self.barrier.wait()
+        told = list(self.told)
+        self.barrier.wait()
+        return told
+
+    def each(self, value: Tensor) -> list[Tensor]:
+        return self.objects(value.clone())
 
     def sum(self, value: Tensor) -> Tensor:
-        return self.each(value).sum(dim=0)
+        return torch.stack(self.each(value)).sum(dim=0)
 
     def maximum(self, value: Tensor) -> Tensor:
-        return self.each(value).amax(dim=0)
+        return torch.stack(self.each(value)).amax(dim=0)
 
 
+def by_ranks(what: Callable[[Ledger, Any], Any], parts: list[Ledger]) -> list[Any]:
+    """What every rank gets of its part."""
+    told, barrier = [None] * len(parts), Barrier(len(parts))
+    with ThreadPoolExecutor(len(parts)) as pool:
+        ranks = [Thread(rank, told, barrier) for rank in range(len(parts))]
+        return list(pool.map(what, parts, ranks))
+
+
+def move(held: list[Tensor], part: Ledger, rank: Any) -> None:
+    move_rows(part, rank, held[rank.rank], partial(Ledger, N))
+
+
+@pytest.mark.filterwarnings("ignore:.*took part in paused steps")
 @pytest.mark.parametrize("moving", [False, True])
-def test_a_ledger_in_parts_is_that_of_one_process(moving: bool) -> None:
-    """Examples that move from part to part keep their sums and have no narrower intervals."""
-    source, size = torch.Generator().manual_seed(1), 3
-    alone, parts = Ledger(N, D), [Ledger(N, D) for _ in range(size)]
-    for _ in range(STEPS):
-        rows = (torch.rand(N, generator=source) < 0.5).nonzero().flatten()
-        trace = 1 + torch.rand(len(rows), generator=source, dtype=torch.float64)
-        noise = torch.full_like(trace, 0.01)
-        columns = {"trace": {"value": trace, "variance": noise, "noise": noise}}
-        owner = torch.randint(size, (len(rows),), generator=source) if moving else rows % size
-        for ledger, mask in [
-            (alone, owner >= 0),
-            *((part, owner == k) for k, part in enumerate(parts)),
-        ]:
-            ledger.add(part_of(Contribution(rows, trace, True, columns), mask))
-    whole = whole_ledger(parts[0], Together(parts))
-    assert whole.sums.keys() == alone.sums.keys()
-    for name, value in alone.sums.items():
-        if not (moving and name in ("trace_changes", "trace_last")):
-            tolerance = 1e-6 if moving and value.dtype == torch.float32 else 1e-12  # of errors
-            torch.testing.assert_close(whole.sums[name], value, rtol=tolerance, atol=0, msg=name)
-    ours, theirs = (
-        Leakage(ledger, ExampleIds(N)).get_trace().run_error for ledger in (whole, alone)
-    )
-    assert bool(ours.isfinite().all())
-    # as many changes, of values in another order
-    assert float(ours.mean()) > 0.9 * float(theirs.mean())
+@pytest.mark.parametrize("draw_rate", [None, 0.35])
+def test_ledgers_of_ranks(draw_rate: float | None, moving: bool) -> None:
+    """Each predicts for those it can draw; no interval is narrower."""
+    size, source = 3, torch.Generator().manual_seed(2)
+    scattered = moving and draw_rate is None  # anew at every step
+    n, rank_of, log = 400 if scattered else N, torch.arange(N) % size, []
+    alone, *parts = (Ledger(n, D, questions=ASKED, draw_rate=draw_rate) for _ in range(1 + size))
+    for number, step in enumerate(steps((), n=n, rate=0.5 if draw_rate else 1.0)):
+        if scattered or (moving and number % 8 == 0):
+            rank_of = torch.randint(size, (n,), generator=source)
+        if draw_rate is not None and number % 8 == 0:
+            by_ranks(partial(move, [rank_of == rank for rank in range(size)]), parts)
+        for rank, part in enumerate(parts):
+            own = [part_of(each, rank_of[each.rows] == rank) for each in step.contributions]
+            step._replace(contributions=own).book(part)
+        step.book(alone)
+        log.append(step._replace(rank_of=rank_of))
+    whole = by_ranks(whole_ledger, parts)[0]
+    assert (whole.steps, whole.missed_steps) == (STEPS, 4)
+    if not scattered:
+        assert_by_hand(whole, log)
+        return
+    for name in ("trace", "variance", "question age", "question in", *OWN_SUMS):
+        torch.testing.assert_close(whole.sums[name], alone.sums[name], rtol=1e-6, atol=0)
+    bounds = [Leakage(ledger, ExampleIds(n)).get_mse_bound() for ledger in (whole, alone)]
+    ours, theirs = (float(bound.interval()[0].mean()) for bound in bounds)
+    assert 0 < ours < 1.05 * theirs
 
 
 def ledger_of(*counts: Any) -> Ledger:

@@ -50,14 +50,16 @@ def measured(found: PrivateBatch, track: tuple[str, ...]) -> Measurement:
 def booked(found: PrivateBatch, track: tuple[str, ...], rate: float = 1.0) -> Leakage:
     """Four examples, of which the first and the third take part in one step."""
     measurement, device = measured(found, track), found.gradients.device
+    sigma, sizes = found.mechanism.noise_std, (4, found.gradients.num_coordinates)
     rows = torch.tensor([0, 2], device=device)
-    ledger = Ledger(4, found.gradients.num_coordinates, track=track, device=device)
+    ledger = Ledger(*sizes, track=track, device=device, draw_rate=0.1)
     columns = {
         name: {part: value[rows] for part, value in column.items()}
         for name, column in quantities.columns_of(measurement, track).items()
     }
-    ledger.add(Contribution(rows, torch.ones(2, device=device), columns=columns, rate=rate))
-    conditions = quantities.Conditions(exact=rate == 1, sample_rate=0.1, skipping=rate < 1)
+    added = Contribution(rows, torch.ones(2, device=device), columns=columns, rate=rate)
+    ledger.add(added, noise_multiplier=sigma)
+    conditions = quantities.Conditions(exact=rate == 1, skipping=rate < 1)
     return Leakage(ledger, ExampleIds(4), conditions)
 
 
@@ -78,7 +80,8 @@ def test_a_step_that_may_be_skipped_counts_by_its_rate() -> None:
     columns = {"question age": {"value": torch.ones(2, 2)}}
     asked.add(Contribution(torch.arange(2), torch.ones(2), columns=columns, rate=0.5))
     assert asked.sums["question age"].tolist() == [[2.0, 2.0]] * 2
-    assert asked.sums["question age_variance"].tolist() == [[2.0, 2.0]] * 2
+    # of 2 or 0, each every other time
+    assert asked.sums["question age_variance"].tolist() == [[1.0, 1.0]] * 2
 
 
 class TestRegistry:
@@ -109,38 +112,43 @@ class TestRegistry:
         assert torch.equal(copy.sums["largest"], leakage.ledger.sums["largest"])
         assert Ledger.bytes_needed(10, 3, ("largest",)) == Ledger.bytes_needed(10, 3) + 10 * 8
         clash = Largest()
-        clash.name = "certain"
+        clash.name = "trace_near"
         for other, noun in ((Largest(), "overwrite=True"), (clash, "others already use")):
             with pytest.raises(ValueError, match=noun):
                 quantities.register_quantity(other)
 
 
 class TestWithoutNoise:
-    """A step without noise shows the gradients: FIL is infinite, the MSE bound 0, and no error is
-    NaN.
-    """
+    """A step without noise shows the gradients: FIL is infinite, the MSE bound 0, for certain."""
 
     @pytest.mark.parametrize("rate", [1.0, 0.5])
     def test_every_reading_is_infinite(self, rate: float) -> None:
         leakage = booked(batch(sigma=0.0), ALL, rate)
         took_part = torch.tensor([True, False, True, False], device=leakage.ledger.device)
-        for estimate in (leakage.get_trace(), leakage.get_fil(), leakage.get_fil(kind="spectral")):
+        infinite = torch.where(took_part, torch.inf, 0.0).double()
+        fil = leakage.get_fil()
+        for estimate in (leakage.get_trace(), fil, leakage.get_fil(kind="spectral")):
             assert torch.equal(estimate.value.isinf(), took_part)
-            assert torch.equal(estimate.standard_error, torch.zeros_like(estimate.value))
-            assert all(
-                torch.equal(end, estimate.value) for end in estimate.interval(0.95, "probes")
-            )
+            assert not estimate.standard_error[took_part].any()
+            low, high = estimate.interval(0.95, "probes")
+            assert torch.equal(low, infinite)
+            assert bool(high[took_part].isinf().all())
         bound = leakage.get_mse_bound()
-        assert torch.equal(bound.value, torch.where(took_part, 0.0, torch.inf).double())
         low, high = bound.interval(0.95)  # one run says nothing of who was not drawn
         assert torch.equal(low, torch.zeros_like(low))
-        assert torch.equal(high, bound.value)
+        assert torch.equal(high, torch.where(took_part, 0.0, torch.inf).double())
         attributes = leakage.get_attribute_fil()
+        for estimate in (fil, bound, attributes):
+            for value in (estimate.value, estimate.standard_error):
+                unknown = value.reshape(4, -1)[:, 0].isnan()
+                assert torch.equal(unknown, ~took_part)
+        assert not bool(bound.value[took_part].any())
         assert bool(attributes.value[took_part].isinf().all())
         columns = leakage.columns()[1]
         del columns["fil_kind"]
-        numbers = [torch.tensor(column, dtype=torch.float64) for column in columns.values()]
-        assert not any(bool(value.isnan().any()) for value in (*numbers, attributes.standard_error))
+        for name, column in columns.items():
+            unknown = ~took_part.cpu() & (name in ("fil", "fil_error", "mse_bound", "rel_error"))
+            assert torch.equal(torch.tensor(column, dtype=torch.float64).isnan(), unknown), name
 
     def test_an_example_whose_gradient_does_not_depend_on_it_leaks_nothing(self) -> None:
         x, y = torch.randn(3, 2, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.float64)
@@ -148,3 +156,17 @@ class TestWithoutNoise:
         gradients = ExampleGradients.build(blind, torch.nn.MSELoss(), x, y)
         trace = replace(batch(sigma=0.0), gradients=gradients).estimate("trace", "exact")
         assert torch.equal(trace.value, torch.zeros(3, dtype=torch.float64))
+
+
+def test_an_answer_that_made_a_difference_once_is_not_forgotten() -> None:
+    """However often its KL_t is 0 afterwards; the true answer's always was."""
+    asked = {"age": quantities.QuestionSpec(("old", "young"))}
+    ledger, rows = Ledger(3, 1, questions=asked), torch.arange(3)
+    for step in range(150):
+        value = torch.tensor([[step < 2, 0], [1, 0], [1, step == 0]]).double()
+        column = {"trace": {"value": value[:, 0]}, "question age": {"value": value}}
+        ledger.add(Contribution(rows, torch.ones(3), column))
+    known = {"question age": {"value": torch.tensor([[torch.inf, 0.0]])}}  # without noise
+    ledger.add(Contribution(rows[1:2], torch.ones(1), known), noise_multiplier=0.0)
+    found = Leakage(ledger, ExampleIds(3)).get_guess("age").divergence.value
+    assert found.tolist() == [[2.0, 0.0], [torch.inf, 0.0], [150.0, 1.0]]

@@ -24,15 +24,21 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import zoo
+from tests.accounting.by_hand import Step, logged, predicted, sums_by_hand
 from tests.cases import DEVICE, grouped
 from tests.engine.architectures import beside
 from tests.engine.loops import SIGMA, C
 from torchfil import FILPrivacyEngine, Private
+from torchfil.accounting.leakage import Leakage
+from torchfil.accounting.ledger import Ledger, summary
 from torchfil.engine.loader import FILPoissonSampler
 from torchfil.questions import Absent, Label, Token
 from torchfil.report import load
 
 DELTA = 1e-5
+# what ranks with known batches do not tell each other
+OF_PATHS = ("_ratio", "_relative", "_missed_by", "_missed_of")
+OF_PATHS += ("_near", "_far", "_previous", "_last")
 Draws = Sequence[Sequence[int]]  # the examples of every step
 
 
@@ -47,6 +53,11 @@ class Outcome:
     columns: dict[str, list[Any]] = field(default_factory=dict)
     timeline: dict[str, Any] = field(default_factory=dict)
     draws: list[list[int]] = field(default_factory=list)
+    # by step: whom this rank could draw; None: everybody
+    held: list[Tensor | None] = field(default_factory=list)
+    # of one process: what its ledger was told, and the ledger
+    log: list[Step] = field(default_factory=list)
+    leakage: Leakage | None = None
     before: list[dict[str, Tensor]] = field(default_factory=list)  # the weights before every step
 
 
@@ -166,17 +177,18 @@ def trained(
     ``replayed`` are the draws of one process, or those of every rank.
     """
     made = make(case, **options)
-    done = Outcome()
-    here = replayed[dist.get_rank()] if replayed is not None and dist.is_initialized() else replayed
-    with replaying(here):
+    done, several = Outcome(), dist.is_initialized()
+    here = replayed[dist.get_rank()] if replayed is not None and several else replayed
+    others = replayed[1 - dist.get_rank()] if replayed is not None and several else None
+    with replaying(here, others), logged() as done.log:
         for epoch in range(passes):
             if reshuffled and dist.is_initialized():
                 made.loader.batch_sampler.set_epoch(epoch)
             for x, y in noting(batches_of(made.loader, made.optimizer, physical), done.draws):
                 if not made.optimizer.inside_logical_batch:
-                    done.before.append(
-                        {name: whole(p).cpu() for name, p in made.module.named_parameters()}
-                    )
+                    weights = {n: whole(p).cpu() for n, p in made.module.named_parameters()}
+                    done.before.append(weights)
+                    done.held.append(held_by(made))
                 take_step(made, x, y) if step == "loop" else made.engine.train_step(x, y)
             if refreshed:
                 made.engine.refresh_norms()
@@ -204,19 +216,31 @@ def noting(batches: Iterator[Any], draws: list[list[int]]) -> Iterator[Any]:
         yield batch
 
 
+def held_by(made: Made) -> Tensor | None:
+    """Whom this rank can draw in the current pass."""
+    sampler = made.loader.batch_sampler
+    return sampler._tracker.held if isinstance(sampler, FILPoissonSampler) else None
+
+
 @contextmanager
-def replaying(draws: Draws | None) -> Iterator[None]:
+def replaying(draws: Draws | None, others: Draws | None = None) -> Iterator[None]:
     """In place of chance: the batches of this process, one after the other, also over several
-    passes.
+    passes; and those of the other rank, which can draw nobody else.
     """
     if draws is None:
         yield
         return
-    left = iter(draws)
+    left, left_to_others = iter(draws), iter(others or ())
 
     def replay(sampler: Any) -> Iterator[list[int]]:
         sampler._on_start()
-        yield from (list(drawn) for drawn in itertools.islice(left, len(sampler)))
+        own = list(itertools.islice(left, len(sampler)))
+        if others is not None:
+            drawn = {i for step in itertools.islice(left_to_others, len(sampler)) for i in step}
+            everybody = set(range(sampler.total_size))
+            mine = everybody - drawn if dist.get_rank() == 0 else {i for step in own for i in step}
+            sampler._tracker.held = torch.tensor(sorted(mine))
+        yield from (list(drawn) for drawn in own)
 
     with mock.patch.object(FILPoissonSampler, "__iter__", replay):
         yield
@@ -241,6 +265,10 @@ def outcome(made: Made, folder: str | None, done: Outcome) -> Outcome:
             dict(load(path).history) if not dist.is_initialized() or dist.get_rank() == 0 else {}
         )
         values.append(engine.get_reconstruction_robustness([0, 1]).value)
+    if not dist.is_initialized():
+        done.leakage = engine.totals
+    else:
+        done.log = []  # it is not sent
     return replace(
         done,
         values=[value.cpu() for value in values],
@@ -249,6 +277,39 @@ def outcome(made: Made, folder: str | None, done: Outcome) -> Outcome:
         columns=engine.leakage_columns()[1],
         timeline=timeline,
     )
+
+
+def ranks_of(held: Sequence[Sequence[Tensor | None]], n: int) -> list[Tensor | None]:
+    """By step, which rank can draw each example, [n]; None: there is one."""
+    found: list[Tensor | None] = []
+    for own in zip(*held, strict=True):
+        masks = [torch.zeros(n).index_fill(0, rows, 1) for rows in own if rows is not None]
+        found.append(torch.stack(masks).argmax(dim=0) if masks else None)
+    return found
+
+
+def divided(alone: Outcome, held: Sequence[Sequence[Tensor | None]]) -> Outcome:
+    """What ranks must say that draw as this one process did, if each predicts, for those it
+    ``held`` by step, from what it measured itself: by hand.
+    """
+    assert alone.leakage is not None
+    ledger, log = Ledger.from_state_dict(alone.leakage.ledger.state_dict()), list[Step]()
+    n, missing = ledger.num_examples, len(held[0]) - len(alone.log)  # steps before the first draw
+    for step, rank_of in zip(alone.log, ranks_of(held, n)[missing:], strict=True):
+        log.append(step._replace(rank_of=rank_of))
+    timeline = {name: torch.as_tensor(values).clone() for name, values in alone.timeline.items()}
+    for place, step in enumerate(timeline.get("step", torch.zeros(0)).tolist()):
+        examples, _ = predicted(log[: step - missing], n, ledger.draw_rate, "trace")
+        told = [each.total + each.ahead if each.draws else 0.0 for each in examples]
+        points = summary(torch.tensor(told, dtype=torch.float64), ledger.num_coordinates)
+        for name, point in zip(("fil_median", "fil_q95", "fil_max"), points.tolist(), strict=True):
+            timeline[name][place] = point
+    for name, value in sums_by_hand(ledger, log).items():
+        ledger.sums[name].copy_(value)
+    leakage = Leakage(ledger, alone.leakage.ids, alone.leakage.conditions)
+    columns = {name: values.tolist() for name, values in leakage.columns()[1].items()}
+    columns = {**alone.columns, **columns}
+    return replace(alone, sums=dict(ledger.sums), columns=columns, timeline=timeline)
 
 
 def as_one(parts: Sequence[Draws]) -> list[list[int]]:
@@ -261,18 +322,18 @@ def assert_same(
 ) -> None:
     """Weights, sums, ε, columns and timeline (which rank 0 has) agree.
 
-    Where examples ``moved`` from rank to rank, the error of the run's path may differ, and with it
-    lower ends.
+    Where examples ``moved`` from rank to rank although batches are known, predictions and the error
+    of the run's path may differ, and with it lower ends.
     """
     for ours, theirs in zip(found.values, expected.values, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
     assert found.sums.keys() == expected.sums.keys()
     for name, value in expected.sums.items():
-        if moved and name.endswith(("_changes", "_last")):
+        if moved and name.endswith(OF_PATHS):
             continue
-        scale = float(
-            expected.sums["trace" if name in ("certain", "variance") else name].abs().max()
-        )
+        scale = float(value.abs().max())
+        if name.endswith(("_near", "_far")):  # of differences
+            scale = float(expected.sums[f"{name.rpartition('_')[0]}_last"].square().max())
         atol = tolerance * scale if value.is_floating_point() else 0.0
         torch.testing.assert_close(found.sums[name], value, rtol=tolerance, atol=atol, msg=name)
     assert found.epsilon == expected.epsilon
@@ -280,7 +341,11 @@ def assert_same(
         differs = moved and name.endswith(("mse_bound_low", "true_positive_rate"))
         if not isinstance(column[0], str) and not differs:
             ours, theirs = torch.tensor(found.columns[name]).double(), torch.tensor(column).double()
-            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=1e-9, msg=name)
+            torch.testing.assert_close(
+                ours, theirs, rtol=tolerance, atol=1e-9, equal_nan=True, msg=name
+            )
     for name, points in expected.timeline.items() if found.timeline else ():
         ours, theirs = torch.as_tensor(found.timeline[name]), torch.as_tensor(points)
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=1e-9, msg=name)
+        torch.testing.assert_close(
+            ours, theirs, rtol=tolerance, atol=1e-9, equal_nan=True, msg=name
+        )

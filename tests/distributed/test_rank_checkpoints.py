@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.accounting.by_hand import logged
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.rank_runs import (
     Outcome,
     as_one,
     assert_same,
+    divided,
+    held_by,
     make,
     outcome,
     replaying,
@@ -30,9 +33,11 @@ ALONE = as_one(DRAWS)
 SLOW = pytest.mark.slow
 
 
-def own_draws(scattered: bool) -> list[list[int]]:
-    """Of this process; ``scattered``: the ranks change places."""
-    return DRAWS[dist.get_rank() ^ scattered] if dist.is_initialized() else ALONE
+def own_draws(scattered: bool) -> list[list[list[int]]]:
+    """Of this process and the other one; ``scattered``: the ranks change places."""
+    if not dist.is_initialized():
+        return [ALONE]
+    return DRAWS[:: -1 if dist.get_rank() ^ scattered else 1]
 
 
 def trained(
@@ -43,8 +48,10 @@ def trained(
     """
     made = make("digits", questions={}, num_probes=2, batch_size=16, **options)
     state = {"path": path, "module": made.model, "optimizer": made.optimizer}
-    draws = own_draws(scattered)
-    with replaying(draws[4:] if resume else draws):
+    draws, done = own_draws(scattered), Outcome()
+    if resume:
+        draws = [own[4:] for own in draws]
+    with replaying(*draws), logged() as done.log:
         if resume:
             with torch.no_grad():
                 for p in made.module.parameters():
@@ -52,10 +59,11 @@ def trained(
             made.engine.load_checkpoint(**state)
         for last in (True,) if resume else (False, True):
             for x, y in made.loader:
+                done.held.append(held_by(made))
                 take_step(made, x, y)
             if path is not None and not last:
                 made.engine.save_checkpoint(**state)
-    return outcome(made, None, Outcome())
+    return outcome(made, None, done)
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +93,15 @@ def test_another_number_of_ranks_goes_on(
 ) -> None:
     of_one, of_two = (f"{tmp_path}/{size}{kind}" for size in (1, 2))
     trained(of_one)
-    for found in two_ranks.run(trained, of_one, resume=True, scattered=True, sharded=sharded):
-        assert_same(found, alone, moved=True)
+    nobody: list[Tensor | None] = [None] * 4
+    parts = two_ranks.run(trained, of_one, resume=True, scattered=True, sharded=sharded)
+    expected = divided(alone, [nobody + part.held for part in parts])
+    for found in parts:
+        assert_same(found, expected)
     if kind == "run/" or not sharded:
-        two_ranks.run(trained, of_two, sharded=sharded)
-        assert_same(trained(of_two, resume=True), alone, moved=True)
+        parts = two_ranks.run(trained, of_two, sharded=sharded)
+        expected = divided(alone, [part.held[:4] + nobody for part in parts])
+        assert_same(trained(of_two, resume=True), expected)
 
 
 def noise_of_a_run(path: str, *, resume: bool) -> tuple[list[Tensor], list[list[int]]]:

@@ -17,7 +17,17 @@ from torch import Tensor, nn
 
 from tests.cases import DEVICE
 from tests.distributed.rank_pool import RankPool, printed_by_two
-from tests.distributed.rank_runs import CASES, as_one, assert_same, replaying, shard, trained, whole
+from tests.distributed.rank_runs import (
+    CASES,
+    as_one,
+    assert_same,
+    divided,
+    ranks_of,
+    replaying,
+    shard,
+    trained,
+    whole,
+)
 from tests.engine.brute_force import Pass, Run, Truth, random_state
 from tests.engine.loops import SIGMA, C
 from tests.engine.loops import make as make_private
@@ -52,16 +62,17 @@ MORE: dict[str, Any] = {
 }
 
 
-def compare(ranks: RankPool, folder: Path, *, moved: bool = False, **run: Any) -> list[Any]:
-    """The outcome of every rank, found to be that of one process."""
+def compare(ranks: RankPool, folder: Path, **run: Any) -> list[Any]:
+    """The outcome of every rank, found to be that of one process, but for predictions."""
     run["folder"] = str(folder) if run.pop("saved", False) else None
     parts = ranks.run(trained, **run)
     for name in ("sharded", "reshuffled", "physical"):
         run.pop(name, None)
     draws = run.get("replayed") or [part.draws for part in parts]
     alone = trained(**{**run, "replayed": as_one(draws)})
+    expected = divided(alone, [part.held for part in parts])
     for part in parts:
-        assert_same(part, alone, moved=moved)
+        assert_same(part, expected)
     assert float(alone.sums["trace"].sum()) > 0
     return parts
 
@@ -80,16 +91,17 @@ def test_four_ranks_are_one_process(four_ranks: RankPool, tmp_path: Path, name: 
 
 
 def scattered() -> list[list[list[int]]]:
-    """Draws of two ranks whose examples fall to either at each step, most to rank 0, and to the
-    other none at first.
+    """Draws of two ranks whose examples are dealt out anew in the second pass, most to rank 0, and
+    of the other none at first.
     """
     generator = torch.Generator().manual_seed(11)
     parts: list[list[list[int]]] = [[], []]
     for step in range(14):
-        drawn = (torch.rand(61, generator=generator) < 0.3).nonzero().flatten()
-        on = (torch.rand(len(drawn), generator=generator) < (0.3 if step > 2 else 0.0)).long()
-        for rank, part in enumerate(parts):
-            part.append(drawn[on == rank].tolist())
+        if step % 7 == 0:
+            on_other = torch.rand(61, generator=generator) < 0.3
+        drawn = torch.rand(61, generator=generator) < 0.3
+        parts[0].append((drawn & ~on_other).nonzero().flatten().tolist())
+        parts[1].append((drawn & on_other & (step > 2)).nonzero().flatten().tolist())
     return parts
 
 
@@ -105,7 +117,7 @@ def scattered() -> list[list[list[int]]]:
 def test_examples_may_go_from_rank_to_rank(
     two_ranks: RankPool, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    parts = compare(two_ranks, tmp_path, moved=True, **{"case": "digits", "passes": 2, **options})
+    parts = compare(two_ranks, tmp_path, **{"case": "digits", "passes": 2, **options})
     if "reshuffled" in options:
         first, second = (
             {i for draw in parts[k].draws[7 * k : 7 * k + 7] for i in draw} for k in (0, 1)
@@ -142,7 +154,8 @@ def test_ledger_of_two_ranks_is_the_truth_and_their_draws_are_independent(
     options = {"noise_multiplier": SIGMA, "max_grad_norm": C, "amplification": None}
     released = [torch.zeros_like(weights_of(module.to(DEVICE)))] * len(passes)
     truth = Truth(
-        Run(about, module, module, None, None, about, options, passes=passes, released=released)
+        Run(about, module, module, None, None, about, options, passes=passes, released=released),
+        rank_of=ranks_of([part.held for part in parts], len(dataset)),
     )
     assert torch.equal(parts[1].sums["participations"].double(), truth.participations)
     torch.testing.assert_close(parts[1].sums["fim"], truth.fim, rtol=1e-6, atol=1e-9)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,14 +21,18 @@ from torch.func import functional_call, grad, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import TensorDataset
 
+from tests.accounting.by_hand import Step, sums_by_hand
 from tests.cases import DEVICE, relative_error
 from tests.engine.loops import loader, physical_batches
 from tests.engine.ways import start
 from torchfil import FILPrivacyEngine
+from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.quantities import QuestionSpec, question_column
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher import reference
 from torchfil.fisher.masks import recorded_masks, replayed_masks
 from torchfil.fisher.mechanism import step_divergence
+from torchfil.questions import Absent, Question
 
 SIGMA, C = 1e-9, 0.5
 random_state = torch.cuda.get_rng_state if DEVICE == "cuda" else torch.get_rng_state
@@ -302,73 +306,129 @@ def clipped_and_jacobian(
 
 
 class Truth:
-    """Sums over a run by jacrev of ωφ(‖g‖) g in float64, example by example.
+    """The sums of a run by jacrev of ωφ(‖g‖) g in float64, example by example; predicted and
+    corrected by :mod:`tests.accounting.by_hand`.
+
+    Args:
+        run: Measured at every step, without sampling.
+        earlier: The truth of the steps before.
+        rank_of: By step, which rank can draw each example; None: there is one.
 
     Attributes:
-        fim: Σ I_t, [n, d, d], with Poisson's factors where the run takes them.
+        log: What every step adds, with Poisson's factors where the run takes them.
+        fim: Σ I_t, [n, d, d], predicted and corrected like the next ones.
+        diagonal: [n, d].
+        trace: [n].
+        divergences: By question, Σ KL_t, [n, answers], and as it is read: 0 for answers that made
+            no difference.
         plis: Σ ∂(‖g̃‖/s)²/∂z, [n, d].
         squared_norm: Σ ‖g̃‖², [n].
         participations: [n].
-        divergences: By question, Σ KL_t, [n, answers].
         sums: Σ_i g̃_i of every step, [p].
         ratios: ‖g̃‖s⁻¹σ as last seen after every step, ω before it was seen, [n] each.
     """
 
-    def __init__(self, run: Run) -> None:
-        ledger, s, given = run.engine.ledger, run.noise_std, run.options
+    def __init__(
+        self, run: Run, earlier: Truth | None = None, rank_of: Sequence[Tensor | None] | None = None
+    ) -> None:
+        ledger, given = run.engine.ledger, run.options
         n, d = ledger.num_examples, ledger.num_coordinates
-        self.fim, self.plis, self.squared_norm, self.participations = (
-            torch.zeros(n, *shape, dtype=torch.float64) for shape in ((d, d), (d,), (), ())
-        )
-        questions = given.get("questions", {})
-        self.divergences = {
-            name: torch.zeros(n, len(ask.answers)).double() for name, ask in questions.items()
-        }
-        self.sums, self.ratios = [], list[Tensor]()
-        submodule = given["private"].submodule if given.get("private") is not None else None
-        poisson = given["amplification"] != "none" and given.get("poisson_sampling", True)
-        q = run.private.sample_rate if poisson else None
-        clipping = {
-            name: given[name] for name in ("clip", "max_grad_norm", "clip_weights") if name in given
-        }
         weights = given.get("clip_weights")
         ratio = torch.ones(n).double() if weights is None else weights.clone()
-
-        for passes, released in zip(run.passes, run.released, strict=True):
-            total = torch.zeros_like(released)
+        self.log: list[Step] = [] if earlier is None else list(earlier.log)
+        self.sums, self.ratios = [], list[Tensor]()
+        for place, (passes, released) in enumerate(zip(run.passes, run.released, strict=True)):
+            total, batches = torch.zeros_like(released), []
             for begun in passes:
                 if not begun.ids:
                     continue
-                g, jacobian = clipped_and_jacobian(
-                    run.plain, begun, submodule, run.true_loss, **clipping
-                )
-                fim = (
-                    jacobian.mT @ jacobian / s**2
-                    if q is None
-                    else reference.poisson_fim(jacobian, g, s, q)
-                )
-                self.fim[begun.ids] += fim.cpu()
-                self.plis[begun.ids] += 2 * torch.einsum("bpd,bp->bd", jacobian, g).cpu() / s**2
-                self.squared_norm[begun.ids] += g.square().sum(dim=1).cpu()
-                self.participations[begun.ids] += 1
-                ratio[begun.ids] = g.norm(dim=1).cpu() * given["noise_multiplier"] / s
+                batch, g = _contribution(run, begun)
+                ratio[begun.ids] = g.norm(dim=1).cpu() * given["noise_multiplier"] / run.noise_std
                 total += g.sum(dim=0)
-                for name, question in questions.items():
-                    for k, other in enumerate(question.alternatives(begun.x, begun.y)):
-                        v = torch.zeros_like(g)
-                        if other is not None:
-                            at = replace(begun, x=other.inputs, y=other.targets)
-                            v = clipped_gradients(
-                                run.plain, at, submodule, run.true_loss, **clipping
-                            )
-                        products = [(a * b).sum(dim=1) / s**2 for a, b in ((g, g), (v, v), (g, v))]
-                        self.divergences[name][begun.ids, k] += (
-                            step_divergence(*products, q) / (q or 1)
-                        ).cpu()
+                batches.append(batch)
+            rank = None if rank_of is None else rank_of[place]
+            self.log.append(Step(batches, given["noise_multiplier"], rank_of=rank))
             self.sums.append(total)
             self.ratios.append(ratio.clone())
-        self.diagonal = self.fim.diagonal(dim1=1, dim2=2)
-        self.trace = self.diagonal.sum(dim=1)
+
+        asked, rate = given.get("questions", {}), _rate(run)
+        kept = ("diagonal", "fim", "plis")
+        like = Ledger(n, d, track=kept, questions=specs(asked), draw_rate=rate)
+        found = sums_by_hand(like, self.log)
+        self.fim, self.diagonal, self.trace, self.plis, self.squared_norm, self.participations = (
+            found[name]
+            for name in ("fim", "diagonal", "trace", "plis", "squared_norm", "participations")
+        )
+        self.divergences = {name: as_read(ledger, self.log, name, found) for name in asked}
+
+
+def specs(questions: Mapping[str, Question]) -> dict[str, QuestionSpec]:
+    """What a ledger knows of these questions."""
+    return {
+        name: QuestionSpec(tuple(each.answers), membership=isinstance(each, Absent))
+        for name, each in questions.items()
+    }
+
+
+def as_read(
+    ledger: Ledger, log: Sequence[Step], question: str, found: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Σ KL_t of a question, and as it is read: 0 only for answers that never made a difference."""
+    name = question_column(question)
+    most = torch.zeros_like(found[name])
+    for batch in [batch for step in log for batch in step.contributions]:
+        most[batch.rows] = most[batch.rows].maximum(batch.columns[name]["value"])
+    relative, last, changes = (
+        ledger.sums[f"{name}_{part}"].cpu().double() for part in ("relative", "previous", "near")
+    )
+    unlike = (relative == 0) | (last > 1e-20) | (changes > 1e-40)
+    assert bool(unlike[most > 0].all())
+    return found[name], found[name].where(unlike, 0.0)
+
+
+def _rate(run: Run) -> float | None:
+    """q; None: batches are known."""
+    amplification = run.options["amplification"]
+    secret = amplification != "none" and run.options.get("poisson_sampling", True)
+    return float(run.private.sample_rate) if secret else None
+
+
+def _contribution(run: Run, begun: Pass) -> tuple[Contribution, Tensor]:
+    """What a pass adds, by brute force, and its g̃, [batch, p]."""
+    given, s, q = run.options, run.noise_std, _rate(run)
+    submodule = given["private"].submodule if given.get("private") is not None else None
+    clipping = {
+        name: given[name] for name in ("clip", "max_grad_norm", "clip_weights") if name in given
+    }
+    g, jacobian = clipped_and_jacobian(run.plain, begun, submodule, run.true_loss, **clipping)
+    amplification = given["amplification"]
+    if q is None:
+        fim = jacobian.mT @ jacobian / s**2
+    elif hasattr(amplification, "factors"):  # the same factor in all directions
+        factor = amplification.factors(torch.ones(1), q, given["noise_multiplier"])[0].item()
+        fim = factor * (jacobian.mT @ jacobian) / s**2
+    else:
+        fim = reference.poisson_fim(jacobian, g, s, q)
+    diagonal = fim.diagonal(dim1=1, dim2=2)
+    columns = {
+        "trace": diagonal.sum(dim=1),
+        "diagonal": diagonal,
+        "fim": fim,
+        "plis": 2 * torch.einsum("bpd,bp->bd", jacobian, g) / s**2,
+    }
+    for name, question in given.get("questions", {}).items():
+        found = []
+        for other in question.alternatives(begun.x, begun.y):
+            v = torch.zeros_like(g)
+            if other is not None:
+                at = replace(begun, x=other.inputs, y=other.targets)
+                v = clipped_gradients(run.plain, at, submodule, run.true_loss, **clipping)
+            products = [(a * b).sum(dim=1) / s**2 for a, b in ((g, g), (v, v), (g, v))]
+            found.append(step_divergence(*products, q) / (q or 1))
+        columns[question_column(name)] = torch.stack(found, dim=1)
+    told = {name: {"value": value.cpu()} for name, value in columns.items()}
+    rows = torch.tensor(begun.ids)
+    return Contribution(rows, g.square().sum(dim=1).cpu(), told), g
 
 
 def assert_released(run: Run, sums: list[Tensor], tolerance: float = 1e-6) -> None:
@@ -383,33 +443,37 @@ def assert_true(run: Run, tolerance: float = 1e-6) -> Truth:
     truth, engine = Truth(run), run.engine
     ledger = engine.ledger
     assert_released(run, truth.sums, tolerance)
-    leaks = truth.trace > 0  # dropout may hide an example in every step
     assert torch.equal(ledger.sums["participations"].cpu().double(), truth.participations)
     assert ledger.steps == len(run.passes)
     assert float(truth.trace.max()) > 0
+    drawn, d = truth.participations > 0, truth.fim.shape[1]
+    leaks = drawn & (truth.trace > 0)
+    hidden = drawn & (truth.trace == 0)  # dropout may hide an example in every step
+    fil, bound = engine.get_fil().value.cpu(), engine.get_mse_bound().value.cpu()
+    assert torch.equal(fil.isnan(), ~(leaks | hidden))
+    assert torch.isinf(bound[hidden]).all()
+    assert not fil[hidden].any()
     expected = {
         "squared_norm": (ledger.sums["squared_norm"], truth.squared_norm),
         "trace": (engine.totals.get_trace().value, truth.trace),
-        "FIL": (engine.get_fil().value, (truth.trace / truth.fim.shape[1]).sqrt()),
-        "bound": (
-            engine.get_mse_bound().value.cpu()[leaks],
-            truth.fim.shape[1] / truth.trace[leaks],
-        ),
+        "FIL": (fil[leaks], (truth.trace / d).sqrt()[leaks]),
+        "bound": (bound[leaks], d / truth.trace[leaks]),
     }
-    assert torch.isinf(engine.get_mse_bound().value.cpu()[~leaks]).all()
     if "fim" in ledger.sums:
         largest = torch.linalg.eigvalsh(truth.fim)[:, -1].clamp(min=0).sqrt()
         expected["fim"] = ledger.sums["fim"], truth.fim
         expected["spectral"] = engine.get_fil(kind="spectral").value, largest
     if "diagonal" in ledger.sums:
-        expected["diagonal"] = engine.get_attribute_fil().value, truth.diagonal.sqrt()
+        expected["diagonal"] = ledger.sums["diagonal"], truth.diagonal
+        attributes = engine.get_attribute_fil().value.cpu()
+        told = (leaks | hidden)[:, None] & (ledger.sums["diagonal"].cpu() >= 0)
+        assert torch.equal(attributes.isnan(), ~told)
+        expected["attributes"] = attributes[told], truth.diagonal[told].clamp(min=0).sqrt()
     if "plis" in ledger.sums:
         expected["plis"] = engine.get_plis(), truth.plis
-    for name, divergences in truth.divergences.items():
-        expected[name] = (
-            engine.get_guess(name).divergence.value.reshape(divergences.shape),
-            divergences,
-        )
+    for name, (total, read) in truth.divergences.items():
+        expected[f"sum of {name}"] = ledger.sums[question_column(name)], total
+        expected[name] = engine.get_guess(name).divergence.value.reshape(read.shape), read
     for name, (value, true) in expected.items():
         assert relative_error(value, true) < tolerance, name
     return truth

@@ -285,7 +285,7 @@ def fil_of(kind: Any, read: Any = tuple, workers: int = 0, **options: Any) -> Te
     parts = start(network(), data(24), "auto", batch=8, **options)
     for batch in parts[-1]:
         step(*parts[:3], *read(batch))
-    return parts[0].get_fil().value
+    return parts[0].totals.get_trace().value
 
 
 def test_every_kind_gives_the_same_run() -> None:

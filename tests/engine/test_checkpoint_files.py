@@ -134,6 +134,8 @@ def test_what_no_run_saves_is_refused_before_anything_is_taken(tmp_path: Path, k
                 continue  # infinite before the first step
             if name.endswith("['seed']") and isinstance(value, int):
                 continue  # any number is a seed
+            if name.endswith("['draw_rate']") and value is None:
+                continue  # of known batches; this run goes on with its own
             read = mock.patch.object(
                 checkpoints, "read_file", return_value=changed(good, place, value)
             )

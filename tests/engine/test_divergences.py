@@ -16,7 +16,6 @@ from tests.cases import DEVICE, relative_error
 from tests.engine import loops
 from tests.engine.architectures import ConvNeXt, Encoder
 from tests.engine.brute_force import C, Run, Truth, images, make, texts, train
-from tests.engine.loops import data, network
 from torchfil import FILPrivacyEngine, Private
 from torchfil.fisher.mechanism import step_divergence
 from torchfil.questions import Absent, Change, Label, Question, Region, Token
@@ -95,20 +94,12 @@ CASES: dict[str, tuple[Any, ...]] = {  # the model, its questions, options, and 
 def test_against_brute_force(case: str) -> None:
     build, questions, options, looped = CASES[case]
     run = train(ask(questions, build(), **options), **looped)
-    for name, truth in Truth(run).divergences.items():
+    for name, (_, truth) in Truth(run).divergences.items():
         assert float(truth.max()) > 0
         assert (
             relative_error(run.engine.get_guess(name).divergence.value.reshape(truth.shape), truth)
             < 1e-6
         ), name
-
-
-def test_the_few_that_are_measured_anew_keep_the_divergences_of_the_first_pass() -> None:
-    options = {"questions": {"label": Label(3)}, "dataset": data(16), "batch_size": 8}
-    runs = [
-        train(ask(module=network(), extra_probes=extra, **options), steps=40) for extra in (0, 4)
-    ]
-    assert torch.equal(*(run.engine.get_guess("label").divergence.value for run in runs))
 
 
 def test_true_answers_have_no_divergence_and_without_noise_others_are_known() -> None:
@@ -137,7 +128,7 @@ def test_skipped_steps_are_weighted() -> None:
         options = {
             "fil_rate": rate,
             "seed": seed,
-            "questions": {"member": Absent()},
+            "questions": {"member": Absent(), "label": Label(3)},
             "num_probes": 1,
         }
         options |= {"noise_multiplier": SIGMA, "max_grad_norm": C, "poisson_sampling": False}
@@ -147,16 +138,22 @@ def test_skipped_steps_are_weighted() -> None:
         optimizer.param_groups[0]["lr"] = 0.0
         for _ in range(8):
             loops.step(model, optimizer, next(iter(batches)))
-        found = engine.get_guess("member").divergence
+        found = engine.get_guess("label").divergence
+        sure.append(engine.get_guess("member").divergence.value)
         return found.value[0], found.standard_error[0]
 
+    sure: list[Tensor] = []  # norms are enough
     truth, _ = divergence(1.0, 0)
     values, errors = map(
         torch.stack, zip(*(divergence(0.5, seed) for seed in range(9)), strict=True)
     )
+    assert all(torch.equal(each, sure[0]) for each in sure)
+    other = int(truth.argmax())
+    values, errors, truth = values[:, other], errors[:, other], truth[other]
     assert float(values.std()) > 0
     assert abs(float(values.mean() - truth)) < 3 * float(values.std()) / 3
-    assert 0.5 < float(errors.square().mean().sqrt() / values.std()) < 2
+    # of skipped steps it is foreseen, rather too large
+    assert 0.5 < float(errors.square().mean().sqrt() / values.std()) < 4
 
 
 def test_averages_and_states_know_questions() -> None:

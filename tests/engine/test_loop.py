@@ -225,7 +225,7 @@ def test_pausing_and_detaching(way: str) -> None:
     batch = next(batches)
     with pytest.warns(UserWarning, match="paused"), engine.paused():
         step(engine, model, optimizer, *batch, way)
-    assert (int(engine.ledger.sums["missed"].sum()), engine.ledger.missed_steps) == (
+    assert (int(engine.ledger.sums["paused"].sum()), engine.ledger.missed_steps) == (
         len(batch[0]),
         1,
     )

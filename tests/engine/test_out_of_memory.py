@@ -32,7 +32,6 @@ WAYS: dict[str, dict[str, Any]] = {
         "module": nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.4), nn.Linear(6, 3))
     },
     "exact": {"estimator": "exact", "questions": {"label": Label(3)}},
-    "few anew": {"extra_probes": 4},
     "per layer": {"clipping": "per_layer", "max_grad_norm": [0.05] * 4},
     "hooks": {"grad_sample_mode": "hooks"},
 }

@@ -14,11 +14,22 @@ from torch import Tensor
 from torch.func import functional_call, grad, jacrev
 from torch.utils.data import TensorDataset
 
+from tests.accounting.by_hand import Step, logged, sums_by_hand
 from tests.cases import DEVICE, relative_error
-from tests.engine.brute_force import Run, assert_released, make, plain_kernels, train
+from tests.engine.brute_force import (
+    Run,
+    as_read,
+    assert_released,
+    make,
+    plain_kernels,
+    specs,
+    train,
+)
 from tests.engine.loops import data, network
 from tests.engine.ways import LOSS
 from torchfil import Private
+from torchfil.accounting.ledger import Contribution, Ledger
+from torchfil.accounting.quantities import question_column
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher import reference
 from torchfil.fisher.mechanism import step_divergence
@@ -45,13 +56,15 @@ def visits() -> TensorDataset:
 
 
 class Truth:
-    """Sums over a run by jacrev of a person's clipped gradient, in float64.
+    """Sums over a run by jacrev of a person's clipped gradient, in float64, predicted and corrected
+    by hand.
 
     Persons in the order of their first rows.
 
     Attributes:
         fim: [persons, d, d], with room for six rows of each, then what they share.
-        divergences: By question, [persons, answers].
+        trace: [persons].
+        divergences: By question, [persons, answers], as they are read.
         sums: Σ g̃ of every step.
         seen: The rows that each person has brought.
     """
@@ -62,17 +75,13 @@ class Truth:
         room = int(OWNERS.bincount().max())
         d, s, q = room * len(own) + (5 - len(own)), run.noise_std, run.private.sample_rate
         q = q if run.options.get("amplification") is None and q is not None else None
-        self.fim = torch.zeros(len(keys), d, d).double()
-        self.divergences = {
-            name: torch.zeros(len(keys), len(ask.answers)).double()
-            for name, ask in QUESTIONS.items()
-        }
+        log = list[Step]()
         self.sums, self.seen = list[Tensor](), [set[int]() for _ in keys]
         clip, limit = get_clip(DEFAULT_CLIP), run.options["max_grad_norm"]
         weights = run.options.get("clip_weights", torch.ones(len(keys)))
 
         for passes, released in zip(run.passes, run.released, strict=True):
-            total = torch.zeros_like(released)
+            total, batches = torch.zeros_like(released), list[Contribution]()
             for begun in passes:
                 for person in dict.fromkeys(OWNERS[begun.ids].tolist()):
                     chosen = [
@@ -127,17 +136,27 @@ class Truth:
                         if q is None
                         else reference.poisson_fim(*one, s, q)
                     )
-                    self.fim[k] += fim[0].detach().cpu()
+                    trace = fim.diagonal(dim1=1, dim2=2).sum(dim=1)
+                    columns = {"trace": trace, "fim": fim}
                     for name, alternatives in moved.items():
-                        for answer, v in enumerate(alternatives):
+                        found = []
+                        for v in alternatives:
                             products = [
                                 (a * b).sum()[None] / s**2 for a, b in ((g, g), (v, v), (g, v))
                             ]
-                            self.divergences[name][k, answer] += (
-                                step_divergence(*products, q) / (q or 1)
-                            ).item()
+                            found.append(step_divergence(*products, q) / (q or 1))
+                        columns[question_column(name)] = torch.stack(found, dim=1)
+                    told = {name: {"value": each.detach().cpu()} for name, each in columns.items()}
+                    square = g.square().sum()[None].cpu()
+                    batches.append(Contribution(torch.tensor([k]), square, told))
                     total += g
             self.sums.append(total)
+            log.append(Step(batches, run.options["noise_multiplier"]))
+
+        like = Ledger(len(keys), d, track=("fim",), questions=specs(QUESTIONS), draw_rate=q)
+        sums, ledger = sums_by_hand(like, log), run.engine.ledger
+        self.fim, self.trace = sums["fim"], sums["trace"]
+        self.divergences = {name: as_read(ledger, log, name, sums)[1] for name in QUESTIONS}
 
 
 RUNS: list[Any] = [
@@ -193,12 +212,15 @@ def test_the_ledger_is_the_truth(options: dict[str, Any], how: dict[str, Any], w
         [len(seen) * (3 if shared else 5) + 2 * (shared and bool(seen)) for seen in truth.seen]
     )
     assert torch.equal(ledger.sums["num_coordinates"].cpu().long(), own)
-    trace = truth.fim.diagonal(dim1=1, dim2=2).sum(dim=1)
-    assert relative_error(engine.get_fil().value, (trace / own.clamp(min=1)).sqrt()) < 5e-6
+    told, fil = engine.was_measured().cpu(), engine.get_fil().value.cpu()
+    assert torch.equal(told, (own > 0) & (truth.trace > 0))
+    assert torch.equal(fil.isnan(), ~told)
+    assert relative_error(fil[told], (truth.trace / own)[told].sqrt()) < 5e-6
     by_row = (
         truth.fim.diagonal(dim1=1, dim2=2)[:, : 6 * (3 if shared else 5)]
         .unflatten(1, (6, -1))
         .mean(dim=2)
+        .clamp(min=0)
         .sqrt()
     )
     people = torch.tensor(
@@ -250,9 +272,10 @@ def test_divergences_are_those_of_simulated_transcripts() -> None:
         "learning_rate": 0.0,
         "clip": "hard",
     }
-    run = train(
-        make(network(), visits(), owner_of=OWNERS, questions=QUESTIONS, **options), steps=40
-    )
+    with logged() as log:
+        run = train(
+            make(network(), visits(), owner_of=OWNERS, questions=QUESTIONS, **options), steps=4
+        )
     person, drawn = 1, OWNERS.eq(1)  # six rows
     x, y = (part[drawn].to(DEVICE) for part in visits().tensors)
 
@@ -272,10 +295,10 @@ def test_divergences_are_those_of_simulated_transcripts() -> None:
     def log_density(v: Tensor) -> Tensor:  # relative to the noise alone
         return torch.log(1 - q + q * (released @ v - v.square().sum() / 2).exp()).sum(dim=1)
 
-    participations = run.engine.ledger.sums["participations"][person]
+    batches = [batch for step in log for batch in step.contributions]
+    measured = next(batch for batch in batches if person in batch.rows)
+    place = measured.rows.tolist().index(person)
     for name, v in (("member", torch.zeros_like(u)), ("darker", clipped(0.5 * x) / s)):
         ratios = log_density(u) - log_density(v)
-        step = (
-            run.engine.get_guess(name).divergence.value[person].item() / float(participations) * q
-        )
+        step = q * measured.columns[question_column(name)]["value"][place].item()
         assert abs(steps * step - float(ratios.mean())) < 3 * float(ratios.std()) / count**0.5, name

@@ -35,10 +35,6 @@ ACCOUNTING: list[dict[str, Any]] = [  # the first name is in the text
     {"amplification": "magic"},
     {"track": "spectrum"},
     {"num_probes": 1, "track": ("fim",)},
-    *(
-        {"extra_probes": 3, **more}
-        for more in ({"num_probes": 3}, {"fil_rate": 0.5}, {"estimator": "exact"})
-    ),
 ]
 
 

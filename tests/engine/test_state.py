@@ -82,9 +82,7 @@ class TestResume:
         """
         run = train(data(40), steps=1, num_probes=2, seed=5).engine._training.run
         found = {
-            run.probe_seeds(2, use, piece)
-            for use in ("probes", "extra probes")
-            for piece in range(2)
+            run.probe_seeds(2, use, piece) for use in ("probes", "others") for piece in range(2)
         }
         assert run.probe_seeds(2, "probes", 1) == run.probe_seeds(2, "probes", 1)
         for change in (
@@ -138,14 +136,14 @@ class TestPaused:
         complete = engine.totals.get_trace().value.clone()
         with pytest.warns(UserWarning, match="paused"), engine.paused():
             epochs(model, optimizer, private, 1)
-        missed = engine.ledger.sums["missed"]
-        assert missed.sum() > 0
+        paused = engine.ledger.sums["paused"]
+        assert paused.sum() > 0
         with pytest.warns(UserWarning, match="paused steps"):
             kinds = engine.get_fil().kind, engine.get_mse_bound().kind, engine.leakage()["fil_kind"]
         assert kinds[:2] == ("lower bound", "upper bound")
-        assert [kind == "lower bound" for kind in kinds[2]] == (missed > 0).tolist()
+        assert [kind == "lower bound" for kind in kinds[2]] == (paused > 0).tolist()
         assert torch.equal(engine.ledger.sums["trace"], complete)
-        assert engine.get_fil((missed == 0).nonzero().flatten().tolist()).kind == "estimate"
+        assert engine.get_fil((paused == 0).nonzero().flatten().tolist()).kind == "estimate"
         assert (
             engine.accountant.history[-1][2]
             == engine._training.run.history.steps
@@ -197,11 +195,10 @@ SKIPPED = {"num_probes": 3, "fil_rate": 0.5}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("options", "runs"), [({"num_probes": 3}, 30), (SKIPPED, 60)])
-def test_probed_runs_are_unbiased_and_their_errors_calibrated(
-    options: dict[str, Any], runs: int
-) -> None:
-    check_calibration(options, runs)
+def test_probed_runs_are_unbiased_and_their_errors_calibrated() -> None:
+    check_calibration({"num_probes": 3}, 30)
+    # of skipped steps, errors are foreseen, rather too large
+    check_calibration(SKIPPED, 60, coverage=(0.90, 1.0), rtol=1.0)
 
 
 def test_few_probed_runs_are_unbiased_and_their_errors_no_worse_than_told() -> None:
@@ -219,7 +216,7 @@ def test_sampling_error_is_the_spread_over_batches() -> None:
     leakages = [frozen_run(144, 2, seed, estimator="exact").totals for seed in range(10)]
     traces = torch.stack([leakage.get_trace().value for leakage in leakages])
     squares = torch.stack([leakage.ledger.sums["trace_square"].double() for leakage in leakages])
-    reported = ((1 - 1 / 4) * squares.mean(dim=0)).sqrt()
+    reported = squares.mean(dim=0).sqrt()
     assert torch.allclose(reported.mean(), traces.std(dim=0).mean(), rtol=0.1)
     never = leakages[0].ledger.sums["participations"] == 0
     assert torch.equal(torch.isinf(leakages[0].get_sampling_error()), never)

@@ -63,3 +63,9 @@ def test_nothing_about_infinity_is_uncertain() -> None:
         assert found.standard_error[0] == 0
         assert not bool(torch.cat([low, high, found.value, found.standard_error]).isnan().any())
         assert low[1] < found.value[1] < high[1]
+
+
+def test_a_sum_near_0_is_off_by_a_few_errors_and_below_0_claims_nothing() -> None:
+    value = torch.tensor([1e-9, 0.5, -0.1])
+    whole = Estimate(value, value * 0, "estimate", positive=True, run_error=torch.ones(3))
+    assert whole.interval(0.95)[1].tolist() == pytest.approx([19.31, 15.62, torch.inf], rel=1e-3)

@@ -252,7 +252,7 @@ RUNS: dict[str, Callable[[], Found]] = {
     "stream": lambda: Run(mlp(), Stream(), poisson_sampling=False, id_of=2).loop().found(),
     "Adam, all quantities": lambda: Run(convolutions(), images(), **ADAM).loop().found(),
     "steered": lambda: Run(mlp(), table(), rel_error=0.3, epochs=3).loop().loop().loop().found(),
-    "extra probes": lambda: Run(mlp(), table(), num_probes=1, extra_probes=4).loop().loop().found(),
+    "planned": lambda: Run(mlp(), table(), epochs=3).loop().loop().loop().found(),
     "texts": lambda: Run(transformer(), texts(), **TEXTS).loop().found(),
     "own loss": with_its_own_loss,
     "views": lambda: Run(mlp(), table(), views=two_views).loop().found(),

@@ -186,7 +186,7 @@ class TestSaved:
         np.testing.assert_array_equal(run.columns["public_class"], y)
         assert run.columns["public_class"].dtype == np.int32
         bound = {name: np.full(80, 0.2**2) for name in ("mse_bound", "mse_bound_low")}
-        counts = {"participations": np.full(80, 9), "sampling_error": np.full(80, 0.1)}
+        counts = {"participations": np.full(80, 9), "fil": np.full(80, 5.0)}
         run = dataclasses.replace(run, columns={**run.columns, **bound, **counts})
         assert exposure_of(run).tolist() == np.where(y == 0, BEYOND, BELOW).tolist()
         # as if nothing were public

@@ -161,17 +161,11 @@ def test_who_is_missing_in_a_run_keeps_its_bound_and_who_is_untold_in_one_is_unt
 
 
 def test_whom_a_run_never_drew_nobody_tells_of() -> None:
-    """It was in the data, and another time it leaks: an infinite bound of that run is no
+    """It was in the data, and another time it leaks: an unknown bound of that run is no
     protection.
     """
     first, second = of([1, 2], [1.0, 2.0]), of([1, 2], [3.0, 4.0])
-    for name, value in (
-        ("fil", 0.0),
-        ("mse_bound", math.inf),
-        ("mse_bound_low", math.inf),
-        ("participations", 0),
-    ):
-        second.columns[name][0] = value
+    second.columns["fil"][0] = second.columns["mse_bound"][0] = math.nan
     assert is_told(compose([first, second])).tolist() == [False, True]
 
 
@@ -220,10 +214,12 @@ def test_the_audit_that_speaks_most_against_its_claim_is_kept(audits: Any, kept:
     )
 
 
-def test_seeds_weights_and_violated_bounds_of_any_release_count() -> None:
+def test_seeds_weights_pauses_and_violated_bounds_of_any_release_count() -> None:
     run = made_up(20)
     seeded = replace(
-        run, about=run.about | {"mechanism": run.about["mechanism"] | {"noise": "seeded"}}
+        run,
+        about=run.about | {"mechanism": run.about["mechanism"] | {"noise": "seeded"}},
+        columns={**run.columns, "paused": np.arange(20) // 18},
     )
     beaten = replace(run.attacks[0], violated=np.asarray([True, False, False]))
     both = compose([run, replace(seeded, attacks=[beaten], ids=run.ids[::-1].copy())])
@@ -234,6 +230,7 @@ def test_seeds_weights_and_violated_bounds_of_any_release_count() -> None:
     }
     assert broken.keys() >= {"allow_seeded_noise", "max_violated_bounds", "max_share_spared"}
     assert both.ids[broken["max_violated_bounds"].rows].tolist() == [19]
+    assert both.ids[broken["max_examples_missed"].rows].tolist() == [0, 1]
     assert broken["max_share_spared"].offending == 6  # three of each
 
 

@@ -64,7 +64,9 @@ def with_fake_names(n: int = 40) -> SavedRun:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return save(with_records(made_up(30, text_ids=True)), tmp_path / "run.parquet")
+    columns = {**made_up(30).columns, "paused": np.zeros(30)}
+    made = with_records(made_up(30, text_ids=True, columns=columns))
+    return save(made, tmp_path / "run.parquet")
 
 
 @pytest.fixture
@@ -144,10 +146,10 @@ class TestAbsurdNumbers:
         assert "is damaged (" in refused("gate", crafted, "--policy", policy)
 
     @pytest.mark.parametrize(
-        "name", ["fil", "mse_bound", "epsilon", "missed", "participations", "clip_weight"]
+        "name", ["fil", "mse_bound", "epsilon", "missed", "paused", "participations", "clip_weight"]
     )
     def test_columns(self, run: Path, policy: Path, name: str) -> None:
-        values = made_up(30).columns[name].astype(np.float64)
+        values = load(run).columns[name].astype(np.float64)
         for absurd in (-1.0, math.nan)[: 1 if name in ("fil", "mse_bound", "epsilon") else 2]:
             values[4] = absurd
             text = refused("gate", edited(run, **{name: values}), "--policy", policy)

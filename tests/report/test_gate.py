@@ -75,8 +75,8 @@ BARE = dataclasses.replace(worrying(), about={}, attributes=None, questions=[])
 UNCERTAIN = worrying(safe=True)
 UNCERTAIN.columns["mse_bound_low"] = np.where(np.arange(100) == 3, 0.01, 4.0)
 DRAWN = run_with(
-    participations=[0, 0] + [1] * 18,
-    sampling_error=[np.inf] * 3 + [0.1] * 17,
+    fil=[np.nan] * 3 + [0.5] * 17,
+    mse_bound=[np.nan] * 3 + [4.0] * 17,
     mse_bound_low=[np.inf] * 3 + [1.0] * 17,
 )
 RARE = run_with(mse_bound_low=[np.nan, 0.0] + [1.0] * 18, mse_bound=[1.0] * 20)
@@ -146,8 +146,9 @@ CASES: list[tuple[str, SavedRun, Any, dict[str, Any], bool, int, float | None]] 
     ("max_share_too_few_draws", DRAWN, 0.15, {}, True, 3, 0.15),
     ("max_share_too_few_draws", DRAWN, 0.0, {}, False, 3, 0.15),
     ("max_share_too_few_draws", RARE, 0.05, {}, False, 2, 0.1),
-    ("max_examples_missed", run_with(missed=[2] + [0] * 19), 1, {}, True, 1, 1),
-    ("max_examples_missed", run_with(missed=[2] + [0] * 19), 0, {}, False, 1, 1),
+    ("max_examples_missed", run_with(paused=[2] + [0] * 19), 1, {}, True, 1, 1),
+    ("max_examples_missed", run_with(paused=[2] + [0] * 19), 0, {}, False, 1, 1),
+    ("max_examples_missed", run_with(missed=[2] * 20), 0, {}, True, 0, 0),  # skipped at random
     ("max_examples_missed", run_with(missed=None), 0, {}, False, 20, 20),
     ("unit", owned(20), "person", {}, True, 0, 1),
     ("unit", made_up(20), "person", {}, False, 20, 0),

@@ -338,6 +338,8 @@ def test_noise_is_offered_only_if_it_keeps_every_rule() -> None:
     found = advised(run, **limits)
     assert found.sigma is None
     assert len(found.others) == 1
+    paused = dataclasses.replace(run, columns=run.columns | {"paused": np.ones(len(run))})
+    assert advised(paused, min_error_share=1.5).sigma is None
     warned = advised(run, **limits, levels={"min_attacks": "warn"})
     assert warned.sigma == advised(run, min_error_share=1.5).sigma
     assert "every rule, with 1 warning" in warned.change

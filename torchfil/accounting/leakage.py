@@ -25,7 +25,7 @@ from torchfil.accounting.quantities import (
     question_column,
 )
 from torchfil.accounting.rows import first_of_equal
-from torchfil.accounting.sums import FEWEST_PARTICIPATIONS
+from torchfil.accounting.sums import FEWEST_PARTICIPATIONS, OWN_SUMS
 from torchfil.fisher.batch import largest_eigenvalue
 from torchfil.fisher.results import Estimate, Kind, Part
 from torchfil.guessing import Guess
@@ -150,14 +150,17 @@ class Leakage(ArrowTable):
         return self.ledger.sums.at("num_coordinates", self._rows(example_ids)).clamp(min=1)
 
     def was_measured(self, example_ids: Ids = None) -> Tensor:
-        """Whether the run says anything about an example, bool [ids]: only then does a FIL of 0
-        mean no leakage.
+        """Whether the run says anything about an example, bool [ids].
+
+        It does not if the example was never drawn and measured, or so rarely that the estimate of
+        its trace is below 0.
         """
         rows, sums = self._rows(example_ids), self.ledger.sums
-        leaks = sums.at("trace", rows) > 0
-        if self.conditions.skipping:
-            return leaks
-        return leaks | (sums.at("participations", rows) > sums.at("missed", rows))
+        measured = sums.at("measured", rows) > 0
+        trace, variance, square = (
+            sums.at(name, rows) for name in ("trace", "variance", "trace_square")
+        )
+        return measured & ((trace > 0) | (trace == 0) & (variance == 0) & (square == 0))
 
     def get(self, name: str, example_ids: Ids = None) -> Any:
         """A tracked quantity, read from its sums, [ids, …].
@@ -187,7 +190,7 @@ class Leakage(ArrowTable):
                 exact from a tracked "fim"; ``get_fil()`` times sqrt(d) bounds it from above.
         """
         if kind == "trace":
-            return self.get_trace(example_ids).raised(0.5, self.get_num_coordinates(example_ids))
+            return self._raised(0.5, example_ids)
         if kind != "spectral":
             raise ValueError(f"kind={kind!r} must be 'trace' or 'spectral'")
         if "fim" in self.ledger.track:
@@ -206,7 +209,19 @@ class Leakage(ArrowTable):
         This holds on average over runs, with tr(I) the mean over runs. From one run it is an
         estimate, which is too large on average (Jensen): quote the lower end of its interval.
         """
-        return self.get_trace(example_ids).raised(-1.0, self.get_num_coordinates(example_ids))
+        return self._raised(-1.0, example_ids)
+
+    def _raised(self, exponent: float, example_ids: Ids) -> Estimate:
+        """(tr I / d)^exponent, [ids]; NaN where the run does not say anything."""
+        trace = self.get_trace(example_ids)
+        told = self.was_measured(example_ids).to(trace.value.device)
+        if trace.run_error is not None:  # predicted alone, it was not measured exactly
+            alone = ~told & trace.run_error.isinf()
+            error = torch.where(alone, math.inf, trace.standard_error)
+            trace = replace(trace, standard_error=error)
+        found = trace.raised(exponent, self.get_num_coordinates(example_ids))
+        value, error = found.value.where(told, math.nan), found.standard_error.where(told, math.nan)
+        return replace(found, value=value, standard_error=error)
 
     def get_smallest_mse_bound(
         self, confidence: float = 0.95, of: Part = "run"
@@ -236,7 +251,7 @@ class Leakage(ArrowTable):
         return float(bound.value[measured].min()), float(low[measured].min())
 
     def get_attribute_fil(self, example_ids: Ids = None) -> Estimate:
-        """sqrt(I_jj) per private coordinate, [ids, d].
+        """sqrt(I_jj) per private coordinate, [ids, d]; NaN where too little was measured to tell.
 
         On average over runs, an unbiased guess of the coordinate is off by at least 1/sqrt(I_jj).
         Quote the inverse of the interval's upper end.
@@ -246,7 +261,11 @@ class Leakage(ArrowTable):
             diagonal = self.ledger.sums.at("fim", rows).diagonal(dim1=1, dim2=2)
             return self._reading(rows).without_variance(diagonal).raised(0.5)
         tracked: Estimate = self.get("diagonal", example_ids)
-        return tracked.raised(0.5)
+        told = self.was_measured(example_ids).to(tracked.value.device)[:, None]
+        told = told & (tracked.value >= 0)
+        found = tracked.raised(0.5)
+        value, error = (each.where(told, math.nan) for each in (found.value, found.standard_error))
+        return replace(found, value=value, standard_error=error)
 
     def get_plis(self, example_ids: Ids = None) -> Tensor:
         """Σ_t ∂(‖g̃_t‖/s_t)²/∂z over the steps that used the example, [ids, d], in the order of z.
@@ -323,10 +342,9 @@ class Leakage(ArrowTable):
     def get_sampling_error(self, example_ids: Ids = None) -> Tensor:
         """The standard deviation of η̄ due to the random choice of batches, [ids].
 
-        The run's sum Σ_t B_t X_t, B_t ~ Bernoulli(q), has the variance Σ_t q(1−q) X_t², estimated
-        by (1−q) Σ B_t X_t². It is 0 if batches count as known, and infinite for an example that was
-        never drawn, about which one run says nothing. Averaging repeated runs lowers it
-        (:meth:`FILPrivacyEngine.merge`).
+        It is the part of the run's error that :mod:`torchfil.accounting.sums` estimates by
+        Σ B_t (1−q)(X_t − X̂_t)². It is 0 if batches count as known, and infinite for an example
+        that was never drawn. Averaging repeated runs lowers it (:meth:`FILPrivacyEngine.merge`).
         """
         rows, d = self._rows(example_ids), self.get_num_coordinates(example_ids)
         fil = (self.ledger.sums.at("trace", rows) / d).clamp(min=0).sqrt()
@@ -344,8 +362,9 @@ class Leakage(ArrowTable):
         (of the draw of batches), ``fil_kind``, ``mse_bound``, ``mse_bound_low`` (the lower end of
         its 95 % interval, which covers both and the path of the noise; 0: no end is claimed, the
         bound is an estimate from one run), ``rel_error`` (``fil_error`` over ``fil``),
-        ``participations``, ``missed`` (participations that were not measured), ``squared_norm``
-        (Σ‖g̃‖²), ``num_coordinates`` (d, if it differs between examples; 0: took no part). For
+        ``participations``, ``missed`` (those that were not measured), ``paused`` (those in paused
+        steps, if there are any), ``squared_norm`` (Σ‖g̃‖²), ``num_coordinates`` (d, if it differs
+        between examples; 0: took no part). For
         every question: ``NAME_divergence`` (D of its worst answer) and ``NAME_true_positive_rate``
         (the largest of any attacker at 1 % false positives, at the upper end of D).
 
@@ -367,8 +386,9 @@ class Leakage(ArrowTable):
         columns: dict[str, np.ndarray] = {}
         for name, values in arrays.items():
             if name == "mse_bound":
-                columns["fil_kind"] = np.where(arrays["missed"] > 0, "lower bound", complete)
-            columns[name] = values
+                columns["fil_kind"] = np.where(arrays["paused"] > 0, "lower bound", complete)
+            if name != "paused" or values.any():
+                columns[name] = values
         return names, columns
 
     def arrays(self, rows: Tensor | None = None) -> dict[str, np.ndarray]:
@@ -394,13 +414,14 @@ class Leakage(ArrowTable):
         rows = rows.to(self.ledger.device)
         self._kind(rows)
         self._warn_of_few(rows)
-        conditions = replace(self.conditions, typical_changes=self._typical_changes())
+        spreads = {} if self.conditions.averaged else self._spreads()
+        conditions = replace(self.conditions, spreads=spreads)
         once = Leakage(self.ledger, _Positions(self.ids.num_examples), conditions)
 
         # examples that were never drawn have the same values
-        undrawn = (self.ledger.sums.at("participations", rows) == 0) & (
-            self.ledger.sums.at("missed", rows) == 0
-        )
+        undrawn = self.ledger.sums.at("participations", rows) == 0
+        if isinstance(self.ledger.draw_rate, Tensor):
+            undrawn = torch.zeros_like(undrawn)
         needed, places = first_of_equal(undrawn)
         parts = [
             {name: values.cpu().numpy() for name, values in read(once, part).items()}
@@ -418,16 +439,18 @@ class Leakage(ArrowTable):
 
     def _columns(self, rows: Tensor) -> dict[str, Tensor]:
         """See :meth:`arrays`."""
-        sums, d, trace = self.ledger.sums, self.get_num_coordinates(rows), self.get_trace(rows)
-        fil, bound = trace.raised(0.5, d), trace.raised(-1.0, d)
+        sums, fil, bound = self.ledger.sums, self.get_fil(rows), self.get_mse_bound(rows)
         columns = {
             "fil": fil.value,
             "fil_error": fil.standard_error,
             "sampling_error": self.get_sampling_error(rows),
             "mse_bound": bound.value,
             "mse_bound_low": bound.interval(0.95)[0],
-            "rel_error": _divide(fil.standard_error, fil.value),
-            **{name: sums.at(name, rows) for name in ("participations", "missed", "squared_norm")},
+            "rel_error": _divide(fil.standard_error, fil.value).where(~fil.value.isnan(), math.nan),
+            "participations": sums.at("participations", rows),
+            "missed": sums.at("participations", rows) - sums.at("measured", rows),
+            "paused": sums.at("paused", rows),
+            "squared_norm": sums.at("squared_norm", rows),
         }
         if not self.ledger.same_coordinates:
             columns["num_coordinates"] = sums.at("num_coordinates", rows)
@@ -458,9 +481,10 @@ class Leakage(ArrowTable):
             question: The name of a question.
 
         Returns:
-            A table with ``count``, ``mean``, ``mean_error`` (an upper bound of its standard error:
-            the errors of one batch's examples are correlated), ``max``, the quantiles and, with a
-            threshold, ``share_above``.
+            A table with ``count``, ``known`` (of how many of them the run says anything: the rest
+            are left out of the other columns), ``mean``, ``mean_error`` (an upper bound of its
+            standard error: the errors of one batch's examples are correlated), ``max``, the
+            quantiles and, with a threshold, ``share_above``. They are NaN if nobody is known.
         """
         members: dict[Hashable, list[Hashable]] = {}
         for key, group in group_of.items():
@@ -468,15 +492,20 @@ class Leakage(ArrowTable):
         columns: dict[str, list[Any]] = {}
         for ids in members.values():
             fil = self.get_fil(ids) if question is None else self._worst_divergence(question, ids)
+            told = ~fil.value.isnan()
+            known = int(told.sum())
+            fil = fil[told] if known else fil
             values = {
                 "count": len(ids),
+                "known": known,
                 "mean": fil.value.mean().item(),
                 "mean_error": fil.standard_error.mean().item(),
                 "max": fil.value.max().item(),
                 **{f"q{100 * level:g}": _quantile(fil.value, level) for level in quantiles},
             }
             if threshold is not None:
-                values["share_above"] = (fil.value > threshold).double().mean().item()
+                above = (fil.value > threshold).double().mean().item()
+                values["share_above"] = above if known else math.nan
             for name, value in values.items():
                 columns.setdefault(name, []).append(value)
         return as_table(list(members), columns, index_name="group")
@@ -498,15 +527,18 @@ class Leakage(ArrowTable):
         """
         ids, ledgers = [run.ids for run in runs], [run.ledger for run in runs]
         check_repetitions(ids, ledgers)
-        conditions = replace(
-            runs[0].conditions, skipping=any(run.conditions.skipping for run in runs)
-        )
-        if len(runs) > 1:
-            rate = None if conditions.sample_rate is None else 1.0
-            conditions = replace(
-                conditions, exact=False, sample_rate=rate, degrees_of_freedom=len(runs) - 1.0
-            )
-        return cls(mean_ledger(ledgers), ids[0], conditions)
+        skipping = any(run.conditions.skipping for run in runs)
+        conditions = replace(runs[0].conditions, skipping=skipping)
+        if len(runs) == 1:
+            return cls(mean_ledger(ledgers), ids[0], conditions)
+        rows = torch.arange(ids[0].num_examples, device=ledgers[0].device)
+        errors = [run._run_variances(rows.to(run.ledger.device)) for run in runs]
+        of_runs = {
+            name: torch.stack([every[name][1].to(rows.device) for every in errors])
+            for name in errors[0]
+        }
+        conditions = replace(conditions, exact=False, averaged=True)
+        return cls(mean_ledger(ledgers, of_runs), ids[0], conditions)
 
     def _rows(self, example_ids: Ids) -> Tensor:
         return self.ids.places(example_ids).to(self.ledger.device)
@@ -515,12 +547,12 @@ class Leakage(ArrowTable):
 
     def _kind(self, rows: Tensor) -> Kind:
         """The kind of numbers about these examples; warns if some took part in paused steps."""
-        missed = self.ledger.sums.at("missed", rows)
-        if not (missed > 0).any():
+        paused = self.ledger.sums.at("paused", rows)
+        if not (paused > 0).any():
             return "exact" if self.conditions.exact else "estimate"
         # not one part of a reading that has already warned
-        if self.conditions.typical_changes is None:
-            missing = f"{int((missed > 0).sum())} of {len(rows)} examples took part in paused steps"
+        if self.conditions.spreads is None:
+            missing = f"{int((paused > 0).sum())} of {len(rows)} examples took part in paused steps"
             warnings.warn(
                 f"{missing}: their FIL is a lower bound, and error bounds are not guarantees",
                 stacklevel=5,
@@ -537,12 +569,7 @@ class Leakage(ArrowTable):
 
     def _reading(self, rows: Tensor) -> Reading:
         """What a tracked quantity needs to read its sums at these rows."""
-        errors = {}
-        if self.conditions.degrees_of_freedom is None:  # else the standard errors include them
-            errors = {
-                name: (batches + path).sqrt()
-                for name, (batches, path) in self._run_variances(rows).items()
-            }
+        errors = {name: every.sqrt() for name, (_, every) in self._run_variances(rows).items()}
         return Reading(
             self.conditions,
             self._kind(rows),
@@ -550,62 +577,51 @@ class Leakage(ArrowTable):
             errors,
         )
 
-    def _typical_changes(self) -> dict[str, Tensor]:
-        """By followed sum, the mean relative change between compared participations, over all
-        examples.
-
-        It is infinite if no example has enough of them.
-        """
-        typical = {}
-        for quantity in self.ledger.followed:
-            total, count = torch.zeros(()), torch.zeros(())
-            for rows in self.ledger.sums["participations"].nonzero()[:, 0].split(_AT_ONCE):
-                participations = self.ledger.sums.at("participations", rows)
-                relative, known = summing.relative_change(
-                    quantity.name, self._sums_of(quantity, rows), participations
-                )
-                total, count = (
-                    total.to(relative) + relative.sum(dim=0),
-                    count.to(relative) + known.sum(dim=0),
-                )
-            typical[quantity.name] = torch.where(count > 0, total / count, math.inf)
-        return typical
+    def _spreads(self) -> dict[str, summing.Spread]:
+        """By predicted sum, how much examples of like exposure vary."""
+        return {
+            each.name: summing.path_spread(each.name, self.ledger.sums)
+            for each in self.ledger.predicted
+        }
 
     def _run_variances(self, rows: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """By followed sum, :func:`torchfil.accounting.sums.run_variance`: due to the batches,
-        and to the path.
-        """
-        rate, typical = (
-            self.conditions.sample_rate,
-            self.conditions.typical_changes or self._typical_changes(),
-        )
-        drawn = self.ledger.sums.at("participations", rows)
-        return {
-            each.name: summing.run_variance(
-                each.name, self._sums_of(each, rows), drawn, rate, typical[each.name]
+        """By predicted sum, the variance due to the batches, and all of it, [rows, …] each."""
+        sums, found = self.ledger.sums, {}
+        averaged = self.conditions.averaged
+        spreads = {} if averaged else self.conditions.spreads or self._spreads()
+        own = {name: sums.at(name, rows) for name in OWN_SUMS}
+        for each in self.ledger.predicted:
+            assert each.variance is not None
+            mine = self._sums_of(each, rows)
+            if averaged:
+                found[each.name] = (mine[each.variance] * 0, mine[each.variance])
+                continue
+            found[each.name] = summing.run_variance(
+                each.name,
+                each.variance,
+                {**mine, **own},
+                spreads[each.name],
+                self.ledger.draw_rate is None,
             )
-            for each in self.ledger.followed
-        }
+        return found
 
     def _warn_of_few(self, rows: Tensor) -> None:
         """Warn about examples that look safe only because a short run with skipped steps hardly
         measured them.
         """
-        few = self.ledger.sums.at("trace_measured", rows) < FEWEST_PARTICIPATIONS
-        if (
-            self.conditions.skipping
-            and self.conditions.degrees_of_freedom is None
-            and bool(few.any())
-        ):
+        sums = self.ledger.sums
+        few = sums.at("participations", rows) < FEWEST_PARTICIPATIONS
+        few |= sums.at("measured", rows) == 0
+        if self.conditions.skipping and not self.conditions.averaged and bool(few.any()):
             told = (
-                f"{int(few.sum())} of {len(rows)} examples were measured in fewer than "
-                f"{FEWEST_PARTICIPATIONS} steps"
+                f"{int(few.sum())} of {len(rows)} examples were drawn in fewer than "
+                f"{FEWEST_PARTICIPATIONS} steps, or never measured"
             )
             remedy = (
                 "Train longer, measure more steps (fil_rate, rel_error), or average runs (merge)."
             )
             warnings.warn(
-                f"{told}: their low FIL may be luck, and their mse_bound_low is 0. {remedy}",
+                f"{told}: their FIL may be luck, and their mse_bound_low is 0. {remedy}",
                 stacklevel=4,
             )
 

@@ -50,14 +50,8 @@ from torchfil.accounting.ids import ExampleIds
 from torchfil.accounting.leakage import Ids, Leakage
 from torchfil.accounting.ledger import Contribution, Ledger
 from torchfil.accounting.owners import Owners
-from torchfil.accounting.quantities import (
-    Conditions,
-    QuestionSpec,
-    Reading,
-    Trace,
-    question_column,
-)
-from torchfil.accounting.sums import Column, run_variance
+from torchfil.accounting.quantities import QuestionSpec, question_column
+from torchfil.accounting.sums import Column
 from torchfil.fisher.mechanism import step_divergence
 from torchfil.fisher.results import Estimate, Kind
 from torchfil.guessing import Guess
@@ -71,8 +65,6 @@ _MOST_DRAWN, _MOST_NORM = 20, 8.0
 _REACH, _SPACING, _AT_ONCE = 9.0, 0.25, 32
 # k/σ up to which drawing rows at random makes ε of a person small enough to mean something
 _FARTHEST = 64
-# of these sums, rows' powers add up
-_POWERS = {"variance": 1 / 2, "variance_limit": 1 / 2, "variance_spread": 1 / 4}
 
 
 class Persons(Leakage):
@@ -84,7 +76,7 @@ class Persons(Leakage):
         owners: Whose each row is.
         questions: The run's questions by name.
         rows: Returns what the run leaked by row.
-        how: How the sums are made.
+        sample_rate: q of a row; None: batches are known.
         most: The largest possible ‖g̃‖/C of each row, [rows]; None: 1.
     """
 
@@ -93,13 +85,17 @@ class Persons(Leakage):
         owners: Owners,
         questions: Questions,
         rows: ByRow,
-        how: Conditions,
+        sample_rate: float | None,
         most: Tensor | None,
     ) -> None:
         absences = {name: asked for name, asked in questions.items() if asked.membership}
-        super().__init__(
-            Ledger(len(owners), 1, questions=absences), ExampleIds(len(owners), owners.keys), how
-        )
+        rate: Tensor | None = None
+        if sample_rate is not None:
+            least = torch.full_like(owners.counts, sample_rate, dtype=torch.float64)
+            rate = -torch.expm1(owners.counts * torch.log1p(-least))
+        ledger = Ledger(len(owners), 1, questions=absences, draw_rate=rate)
+        super().__init__(ledger, ExampleIds(len(owners), owners.keys))
+        self._sample_rate = sample_rate
         self.owners, self._questions, self._by_row = owners, questions, rows
         self.last = (
             torch.ones(len(owners.of_row), dtype=torch.float64)
@@ -111,7 +107,7 @@ class Persons(Leakage):
         """Add a step that drew these rows, [batch], with these ‖g̃‖/C."""
         if not self.ledger.questions:
             return
-        rate, owners = self.conditions.sample_rate, self.owners
+        rate, owners = self._sample_rate, self.owners
         # a new one: a step may be undone
         self.last = self.last.index_copy(0, rows, ratios.double().cpu())
         counted = (
@@ -129,12 +125,19 @@ class Persons(Leakage):
             found[counts == count] = absence_divergence(
                 self.last[own] * counted[own] / noise_multiplier, rate
             )
-        if rate is not None:
-            found /= -torch.expm1(counts * torch.tensor(-rate, dtype=torch.float64).log1p())
+        if isinstance(self.ledger.draw_rate, Tensor):
+            found /= self.ledger.draw_rate[persons]
         columns: dict[str, Column] = {
             question_column(name): {"value": found[:, None]} for name in self.ledger.questions
         }
-        self.ledger.add(Contribution(persons, torch.zeros(len(persons)), columns=columns))
+        # a person's D grows with the norms of its rows that were drawn
+        squares = torch.zeros(len(owners), dtype=torch.float64).index_add(
+            0, owners.of_row[rows], ratios.double().cpu().square()
+        )
+        self.ledger.add(
+            Contribution(persons, squares[persons], columns=columns),
+            noise_multiplier=noise_multiplier,
+        )
 
     def get_guess(self, question: str, example_ids: Ids = None) -> Guess:
         """How well any attacker can tell whether these owners, with all of their rows, are in the
@@ -154,22 +157,21 @@ class Persons(Leakage):
 
         Probes' errors of an owner's rows, which share batches, count as if all were off together.
         """
-        rows, trace = self._by_row(), Trace()
-        sums = {
-            name: self._together(rows.ledger.sums[name].double() ** (power := _POWERS.get(name, 1)))
-            ** (1 / power)
-            for name in trace.summed(1).layout
-        }
-        drawn, typical = (
-            self._together(rows.ledger.sums["participations"]),
-            rows._typical_changes()["trace"].cpu(),
-        )
-        batches, path = run_variance("trace", sums, drawn, self.conditions.sample_rate, typical)
-        kind: Kind = "lower bound" if rows.get_trace().kind == "lower bound" else "estimate"
-        estimate = trace.read(
-            sums, Reading(self.conditions, kind, sums, {"trace": (batches + path).sqrt()})
-        )
+        rows = self._by_row()
+        found, every = rows.get_trace(), torch.arange(rows.ids.num_examples)
+        batches, total = rows._run_variances(every.to(rows.ledger.device))["trace"]
+        path = (total - batches).clamp(min=0)
+        run = self._together(batches) + self._together(path.sqrt()).square()
+        value, error = self._together(found.value), self._together(found.standard_error)
+        kind: Kind = "lower bound" if found.kind == "lower bound" else "estimate"
+        estimate = Estimate(value, error, kind, positive=True, run_error=run.sqrt())
         return estimate[self.ids.places(example_ids)]
+
+    def was_measured(self, example_ids: Ids = None) -> Tensor:
+        """Whether the run says anything about these owners, bool [ids]."""
+        rows = self._by_row().was_measured()
+        told = (self._together(rows.long()) > 0) & (self.get_trace().value > 0)
+        return told[self.ids.places(example_ids)]
 
     def get_num_coordinates(self, example_ids: Ids = None) -> Tensor:
         """d of these owners: the sum over their rows, [ids]."""
@@ -179,17 +181,22 @@ class Persons(Leakage):
         """An estimate of Σ_r sqrt(I_jj of row r) ≥ sqrt(I_jj) of a value that all rows of an owner
         share, [ids, d].
 
-        Its run error is, relative to the value, half of the trace's.
+        Its run error is, relative to the value, half of the trace's, and its probes' own.
         """
         rows, trace = self._by_row().get_attribute_fil(), self.get_trace()
-        value, error = self._together(rows.value), self._together(rows.standard_error)
+        value, error = (
+            self._together(each.nan_to_num(nan=0.0, posinf=math.inf))
+            for each in (rows.value, rows.standard_error)
+        )
+        value = value.where(self.was_measured()[:, None], math.nan)
         assert trace.run_error is not None
         half = torch.where(trace.value > 0, trace.run_error / trace.value / 2, trace.run_error)[
             :, None
         ]
-        run_error = torch.where(value.isinf() | (half == 0), 0.0, half * value)
-        found = replace(trace, value=value, standard_error=error, certain=None, variance_limit=None)
-        return replace(found, run_error=run_error)[self.ids.places(example_ids)]
+        together = torch.hypot(half * value, error).where(half.isfinite(), half)
+        run_error = torch.where(value.isinf() | (half == 0), 0.0, together)
+        found = replace(trace, value=value, standard_error=error, run_error=run_error)
+        return found[self.ids.places(example_ids)]
 
     def _together(self, values: Tensor) -> Tensor:
         """The sums over the rows of each owner, [owners, …]."""

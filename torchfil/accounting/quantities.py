@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchfil.accounting.sums import OWN_SUMS, Column, Summed
+from torchfil.accounting.sums import OWN_SUMS, Column, Spread, Summed
 from torchfil.fisher.batch import Measurement
 from torchfil.fisher.estimators import Quantity
 from torchfil.fisher.results import Estimate, Kind
@@ -48,25 +48,20 @@ class Conditions:
 
     Attributes:
         exact: Whether every measured step was measured without sampling.
-        sample_rate: q, if the attacker does not know the batches; participation is then random,
-            too. 1 for averages over runs, whose standard errors include it. None: batches are
-            known.
         skipping: Whether steps were skipped at random, so that an example may have taken part
             without being measured.
         largest_divergences: The largest D of membership, and of any other question, that the noise
             allows; None: not known, because batches are known.
-        degrees_of_freedom: The degrees of freedom of the standard errors: runs − 1 for averages
-            over runs. None: each example's own, from the spread of its steps' variances.
-        typical_changes: By followed sum, the typical change for :func:`run_variance`, while reading
+        averaged: Whether the sums are means over repeated runs, whose variances include everything.
+        spreads: By predicted sum, its :func:`torchfil.accounting.sums.path_spread`, while reading
             in parts; None: it is computed at every reading.
     """
 
     exact: bool = False
-    sample_rate: float | None = None
     skipping: bool = False
     largest_divergences: tuple[float, float] | None = None
-    degrees_of_freedom: float | None = None
-    typical_changes: Mapping[str, Tensor] | None = None
+    averaged: bool = False
+    spreads: Mapping[str, Spread] | None = None
 
 
 @dataclass(frozen=True)
@@ -77,9 +72,8 @@ class Reading:
         conditions: The facts about the run.
         kind: "exact", "estimate" or, if steps were paused, "lower bound".
         trace: The sums of the trace, by name, of the same examples.
-        run_error: By the name of a followed sum, the standard deviation due to everything else that
-            is random in a run, [ids, …]; see :func:`run_variance`. Empty for averages over runs,
-            whose errors include it.
+        run_error: By the name of a predicted sum, the standard deviation due to everything that is
+            random in a run, [ids, …].
     """
 
     conditions: Conditions
@@ -91,11 +85,10 @@ class Reading:
         self, value: Tensor, variance: Tensor, run_error: Tensor | None = None
     ) -> Estimate:
         """A sum with its variance, [ids, …] each; an infinite sum is certain, with error 0."""
-        freedom: float | Tensor | None = self.conditions.degrees_of_freedom
-        if freedom is None:
-            total, spread = self.trace["variance"].square(), self.trace["variance_spread"]
-            freedom = torch.where(spread > 0, total / spread, math.inf)
-            freedom = torch.where(freedom.isnan(), math.inf, freedom)
+        total, spread = self.trace["variance"].square(), self.trace["variance_spread"]
+        freedom = torch.where((spread > 0) & total.isfinite(), total / spread, math.inf)
+        if self.conditions.averaged:
+            freedom = torch.full_like(freedom, math.inf)
         error = torch.where(value.isinf(), 0.0, variance.clamp(min=0).sqrt())
         return Estimate(value, error, self.kind, freedom, positive=True, run_error=run_error)
 
@@ -117,13 +110,14 @@ class TrackedQuantity:
         name: Its name in ``track``, and that of its sum.
         needs: What must be measured.
         variance: The name of the sum of its variance; None: not kept.
-        followed: Whether its path is followed, so that readings know how far one run can be off.
+        predicted: Whether it is predicted and corrected, and its path followed, so that readings
+            know how far one run can be off.
     """
 
     name: str
     needs: Needs = Needs()
     variance: str | None = None
-    followed: bool = False
+    predicted: bool = False
 
     def shape(self, num_coordinates: int) -> tuple[int, ...]:
         """That of X of one example; one number unless overridden."""
@@ -131,7 +125,7 @@ class TrackedQuantity:
 
     def summed(self, num_coordinates: int) -> Summed:
         """Which sums are kept."""
-        return Summed(self.name, self.shape(num_coordinates), self.variance, self.followed)
+        return Summed(self.name, self.shape(num_coordinates), self.variance, self.predicted)
 
     @property
     def by_coordinate(self) -> bool:
@@ -160,37 +154,25 @@ class Trace(TrackedQuantity):
     name = "trace"
     needs = Needs(("trace",))
     variance = "variance"
-    followed = True
+    predicted = True
 
     def summed(self, num_coordinates: int) -> Summed:
-        """Nine numbers."""
-        return Summed(self.name, (), self.variance, followed=True, is_trace=True)
+        """With the degrees of freedom of its errors."""
+        return Summed(self.name, (), self.variance, predicted=True, spread="variance_spread")
 
     def measure(self, measurement: Measurement) -> Column:
-        """The trace and everything known about its error."""
-        estimate = measurement.estimates["trace"]
-        column = _column(estimate)
-        value, variance = column["value"], column["variance"]
-        if estimate.kind == "exact":
-            certain, limit = value, torch.zeros_like(value)
-        elif estimate.variance_limit is not None:
-            certain = torch.zeros_like(value) if estimate.certain is None else estimate.certain
-            limit = estimate.variance_limit
-        else:
-            certain, limit = torch.zeros_like(value), torch.full_like(value, math.inf)
+        """The trace and what is known about its error."""
+        column = _column(measurement.estimates["trace"])
         # the error of a single probe is a limit, too large to subtract from the changes between
         # steps
-        column["noise"] = variance if measurement.repeated else torch.zeros_like(variance)
-        column["freedom"] = torch.zeros_like(value) + estimate.degrees_of_freedom
-        column["certain"], column["limit"] = certain.double(), limit.double()
+        column["noise"] = column["variance"] if measurement.repeated else column["variance"] * 0
+        freedom = measurement.estimates["trace"].degrees_of_freedom
+        column["freedom"] = torch.zeros_like(column["value"]) + freedom
         return column
 
     def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Estimate:
         """tr I, [ids]."""
-        estimate = reading.estimate(sums["trace"], sums["variance"], reading.run_error.get("trace"))
-        if reading.conditions.degrees_of_freedom is not None:
-            return estimate
-        return replace(estimate, certain=sums["certain"], variance_limit=sums["variance_limit"])
+        return reading.estimate(sums["trace"], sums["variance"], reading.run_error.get("trace"))
 
 
 class Diagonal(TrackedQuantity):
@@ -208,21 +190,44 @@ class Diagonal(TrackedQuantity):
         """[d]."""
         return (num_coordinates,)
 
+    def summed(self, num_coordinates: int) -> Summed:
+        """Predicted by its shares so far."""
+        return replace(super().summed(num_coordinates), shares=_shares)
+
     def measure(self, measurement: Measurement) -> Column:
         """The diagonal and its variance."""
         return _column(measurement.estimates["diagonal"])
 
     def read(self, sums: Mapping[str, Tensor], reading: Reading) -> Estimate:
         """The diagonal, [ids, d]."""
-        diagonal, run_error = sums["diagonal"], reading.run_error.get("trace")
-        if run_error is not None:
-            trace = reading.trace["trace"]
-            share = torch.where(trace > 0, run_error / trace, run_error)
-            run_error = torch.where(
-                diagonal.isinf() | (share == 0)[:, None], 0.0, share[:, None] * diagonal
-            )
-            run_error = torch.where(share.isinf()[:, None], share[:, None], run_error)
-        return reading.estimate(diagonal, sums["diagonal_variance"], run_error)
+        diagonal, variance = sums["diagonal"], sums["diagonal_variance"]
+        trace, error = reading.trace["trace"], reading.run_error["trace"]
+        share = torch.where(trace > 0, error / trace, error)[:, None]
+        together = (share * diagonal).square().nan_to_num(nan=0.0) + variance
+        run_error = torch.where(diagonal.isinf() | (share == 0), 0.0, together.sqrt())
+        return reading.estimate(diagonal, variance, run_error.where(share.isfinite(), share))
+
+
+def _shares(diagonal: Tensor) -> Tensor:
+    """The coordinates' shares of the trace, [rows, d]; if none is positive, those of the largest.
+
+    Shares of a diagonal to which a prediction was added by its shares are the same: it does not
+    matter when sums are read.
+    """
+    positive = torch.where(diagonal.isfinite(), diagonal, 0.0).clamp(min=0)
+    largest = (diagonal == diagonal.amax(dim=1, keepdim=True)).to(diagonal)
+    positive = torch.where(positive.any(dim=1, keepdim=True), positive, largest)
+    return positive / positive.sum(dim=1, keepdim=True)
+
+
+def _per_trace(matrix: Tensor) -> Tensor:
+    """F / tr F, [rows, d, d]; multiples of the identity as long as there is nothing, and 0 if the
+    trace is negative.
+    """
+    trace = matrix.diagonal(dim1=1, dim2=2).sum(dim=1)[:, None, None]
+    usual = (trace > 0) & trace.isfinite()
+    begin = torch.eye(matrix.shape[1]).to(matrix) / matrix.shape[1] * (trace == 0)
+    return torch.where(usual, matrix / trace, begin)
 
 
 class Fim(TrackedQuantity):
@@ -234,6 +239,10 @@ class Fim(TrackedQuantity):
     def shape(self, num_coordinates: int) -> tuple[int, ...]:
         """[d, d]."""
         return (num_coordinates, num_coordinates)
+
+    def summed(self, num_coordinates: int) -> Summed:
+        """Predicted in proportion to the matrix so far."""
+        return replace(super().summed(num_coordinates), shares=_per_trace)
 
     def measure(self, measurement: Measurement) -> Column:
         """The matrix."""
@@ -292,12 +301,17 @@ class Divergence(TrackedQuantity):
         asked: Its answers.
     """
 
-    followed = True
+    predicted = True
 
     def __init__(self, question: str, asked: QuestionSpec) -> None:
         self.asked = asked
         self.name = question_column(question)
         self.variance = f"{self.name}_variance"
+
+    def summed(self, num_coordinates: int) -> Summed:
+        """Membership is measured at every step: the gradients' norms are enough."""
+        always = self.asked.membership
+        return replace(super().summed(num_coordinates), always=always, precise=True)
 
     def shape(self, num_coordinates: int) -> tuple[int, ...]:
         """[m]."""
@@ -307,12 +321,20 @@ class Divergence(TrackedQuantity):
         """What D says about every attacker, [ids, m]; [ids] for one alternative."""
         value, variance = sums[self.name], sums[f"{self.name}_variance"]
         run_error = reading.run_error.get(self.name)
+
+        # KL_t was 0 at every draw, as the true answer's is: nothing that others predict is added
+        relative, last, changes = (
+            sums[f"{self.name}_{part}"] for part in ("relative", "previous", "near")
+        )
+        same = (relative > 0) & (last < 1e-20) & (changes < 1e-40) & value.isfinite()
+        value, variance = value.masked_fill(same, 0.0), variance.masked_fill(same, 0.0)
+        if run_error is not None:
+            run_error = run_error.masked_fill(same & run_error.isfinite(), 0.0)
         if len(self.asked.answers) == 1:
             value, variance = value[:, 0], variance[:, 0]
             run_error = None if run_error is None else run_error[:, 0]
         estimate = reading.estimate(value, variance, run_error)
-        if reading.conditions.degrees_of_freedom is None:  # from skipped steps, not from probes
-            estimate = replace(estimate, degrees_of_freedom=math.inf)
+        estimate = replace(estimate, degrees_of_freedom=math.inf)  # no probes
         membership, other = reading.conditions.largest_divergences or (math.inf, math.inf)
         largest = membership if self.asked.membership else other
         return Guess(estimate, self.asked.answers, self.asked.complete, largest)

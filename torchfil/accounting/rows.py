@@ -124,6 +124,11 @@ class RowTable(Mapping[str, Tensor]):
         """Its memory in bytes."""
         return sum(each.nbytes for each in (*self._rows.blocks.values(), *self._apart.values()))
 
+    @property
+    def blocks(self) -> list[Tensor]:
+        """The numbers that lie side by side, [n, columns] each, for reading and changing."""
+        return [block[: self.num_examples] for block in self._rows.blocks.values()]
+
     # ------------------------------------------------------------------ some rows
 
     @contextlib.contextmanager

@@ -213,8 +213,7 @@ def compare_with_bounds(
     distribution with ``trials`` − 1 degrees of freedom; if the bound is an estimate, its lower end
     counts.
 
-    An example that a run has not measured has no bound that could be violated; the table shows it
-    as infinite.
+    An example that a run has not measured has no bound that could be violated (NaN).
 
     The bound is about unbiased attackers. A biased one (who guesses the mean of all, or stays
     within a range) can go below it, especially if the bound exceeds the spread of the data.

@@ -240,9 +240,7 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
             1.0 if noise_multiplier is None else noise_multiplier,
             grad_sample_mode == "ghost",
         )
-        module, distributed = check_ranks(
-            without_compiler(module), data_loader, poisson_sampling, accounting.rel_error
-        )
+        module, distributed = check_ranks(without_compiler(module), data_loader, poisson_sampling)
         criterion = GhostCriterion(criterion, loss_reduction) if ghost else criterion
         module = without_compiler(module)
         if accounting.views is not None:
@@ -843,6 +841,14 @@ class FILPrivacyEngine(OfRun, PrivacyEngine):
     def totals(self) -> Leakage:
         """The run's results so far: traces, bounds, attributes, tables."""
         return self._training.run.leakage
+
+    @property
+    def plan(self) -> str:
+        """How steps are measured from now on, and how well the most exposed 5 % are known so far.
+
+        By default probes and the share of measured steps are planned (:class:`Accounting`).
+        """
+        return str(self._training.run.pace)
 
     @property
     def ledger(self) -> Ledger | None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from torchfil.accounting.quantities import Track, columns_of, needs_of, question_column
-from torchfil.accounting.sums import Column, Columns
+from torchfil.accounting.sums import Column
 from torchfil.engine.forward import StartedGraph
 from torchfil.engine.guard import check_copy
 from torchfil.engine.replica import Replica
@@ -91,20 +91,6 @@ class StepValues:
         copied = map_tensors(Tensor.clone, {**vars(self), "sums": self.sums if sums else None})
         return StepValues(**copied if sums else {**copied, "sums": self.sums})
 
-    def measured_anew(self, rows: Tensor, columns: Columns) -> StepValues:
-        """The same, with the columns of these rows replaced by a later measurement, [rows, …]
-        each.
-        """
-        before = self.columns or {}
-        renewed = {
-            name: {
-                part: before[name][part].index_copy(0, rows, value)
-                for part, value in column.items()
-            }
-            for name, column in columns.items()
-        }
-        return replace(self, columns={**before, **renewed})
-
     def first(self, count: int) -> StepValues:
         """The values of the first examples, this many; the sums stay as they are."""
         cut = map_tensors(lambda value: value[:count], {**vars(self), "sums": None})
@@ -171,7 +157,6 @@ class Executor:
         self._graphs_wanted, self._recorded_wanted = cuda_graphs, recorded
         self._graphs: CapturedPasses | None = None
         # separate memory: both results are in use together
-        self._graphs_of_few: CapturedPasses | None = None
         self._graphs_made_at = replica.changes
         self._plans: dict[Hashable, Plan] = {}
         # by all except lengths, then by coordinates
@@ -236,8 +221,6 @@ class Executor:
         mechanism: Mechanism,
         wanted: Wanted,
         forward: Half = None,
-        *,
-        few: bool = False,
     ) -> StepValues:
         """The wanted values for a batch of at least one example; the next pass may overwrite them.
 
@@ -251,8 +234,6 @@ class Executor:
             mechanism: How their gradients are released.
             wanted: What to compute.
             forward: The loop's own forward pass over these examples, which is used up.
-            few: Whether these are a fixed number of examples from the batch that was run just
-                before.
 
         Raises:
             torch.OutOfMemoryError: Not even one example fits; the limit stays as it was.
@@ -277,7 +258,7 @@ class Executor:
         )
         while True:
             try:
-                return self._evaluated(batch, tried, wanted, forward, few=few)
+                return self._evaluated(batch, tried, wanted, forward)
             except RuntimeError as error:
                 if not ran_out(error):
                     raise
@@ -321,7 +302,7 @@ class Executor:
         return True
 
     def _evaluated(
-        self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half, *, few: bool
+        self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half
     ) -> StepValues:
         """By a recorded pass as far as one serves.
 
@@ -332,7 +313,7 @@ class Executor:
         if tried.reason is not None or (recorded is not wanted and not wanted.summed):
             return self._mapped(batch, wanted)
         try:
-            values = self._from_graph(batch, tried, recorded, forward, few=few)
+            values = self._from_graph(batch, tried, recorded, forward)
             if values is None:
                 chunks = self._recorded_chunks(batch, forward, measured=bool(recorded.seeds))
                 seeds = recorded.seeds
@@ -351,7 +332,7 @@ class Executor:
         return replace(values, columns={**(values.columns or {}), **(measured.columns or {})})
 
     def _from_graph(
-        self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half, *, few: bool
+        self, batch: PrivateBatch, tried: Plan, wanted: Wanted, forward: Half
     ) -> StepValues | None:
         """By a CUDA graph; None if there is none for the batch, or if the loop's own pass has to be
         completed.
@@ -359,13 +340,6 @@ class Executor:
         if isinstance(forward, RecordedForward) or not self._uses_graphs(batch.gradients.examples):
             return None
         room, graphs = self._room(tried), self._captured_passes()
-        # graphs over this many examples keep a GPU busy only if all probes are processed at once
-        if few:
-            if self._graphs_of_few is None:
-                count = max(1, len(batch.gradients))
-                at_once = max(1, min(len(wanted.seeds), room // count))
-                self._graphs_of_few = CapturedPasses(count, probes_at_once=at_once, varies=False)
-            graphs = self._graphs_of_few
         return graphs.run(batch, wanted, room, self.replica.key, forward)
 
     def _recorded_chunks(
@@ -452,7 +426,6 @@ class Executor:
             works = self._graphs is None or self._graphs.works
             self._graphs = CapturedPasses(self._expected_batch)
             self._graphs.works, self._graphs_made_at = works, self.replica.changes
-            self._graphs_of_few = None
         return self._graphs
 
     def _uses_graphs(self, examples: Examples) -> bool:
@@ -583,19 +556,14 @@ class CapturedPasses:
     Args:
         expected_batch: The mean batch size.
         probes_at_once: How many probes to process together.
-        varies: Whether batches differ in size, as Poisson draws do.
 
     Attributes:
         works: False once capturing has failed.
     """
 
-    def __init__(
-        self, expected_batch: int, *, probes_at_once: int = 1, varies: bool = True
-    ) -> None:
+    def __init__(self, expected_batch: int, *, probes_at_once: int = 1) -> None:
         usual = {math.ceil(expected_batch + k * expected_batch**0.5) for k in _DEVIATIONS}
-        self._sizes = sorted(
-            {*usual, -(-expected_batch // 2)} - {0} if varies else {expected_batch}
-        )
+        self._sizes = sorted({*usual, -(-expected_batch // 2)} - {0})
         self._step = max(1, expected_batch // 8)
         self.probes_at_once = probes_at_once
         self.works = True

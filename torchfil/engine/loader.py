@@ -87,6 +87,7 @@ class BatchTracker:
         example_of: The number of the example to which a row belongs.
         rows_of: Maps the ids that a batch carries to the examples' rows; in a stream these are
             keys.
+        held: The places that this rank can draw in the current pass; None: all, or not known.
     """
 
     def __init__(self) -> None:
@@ -94,6 +95,7 @@ class BatchTracker:
         self.ids: list[int] | None = None
         self.earlier: deque[object] = deque(maxlen=2)
         self.parts = 1
+        self.held: Tensor | None = None
         self.draws: set[frozenset[int]] = set()
         self.example_of: Callable[[int], int] = int
         self.rows_of: Callable[[list[Any]], list[int]] = list
@@ -406,6 +408,7 @@ class FILPoissonSampler(UniformWithReplacementSampler):
             n = self.total_size
             order = torch.randperm(n, generator=shuffling) if self.shuffle else torch.arange(n)
             own = order[self.rank :: self.num_replicas]
+            self._tracker.held = own
         for _ in range(int(self.steps)):
             yield from self._tracker.in_parts(
                 own[self._source.uniform(len(own)) < self.sample_rate].tolist()

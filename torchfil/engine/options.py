@@ -107,11 +107,10 @@ class Accounting:
     """How the leakage of each example is accounted for.
 
     Attributes:
-        num_probes: Probes per step and example; None: 3. One suffices for long runs, with
-            conservative errors.
-        rel_error: Target for the relative standard error of the median example's FIL at the end
-            (for tr I and the MSE bound it is twice as large). Probes and skipped steps are chosen
-            during the run, at the lowest cost.
+        num_probes: Probes per step and example, at every step; None: 3, or what the plan says.
+        rel_error: Plan probes and the share of measured steps during the run, at the lowest cost:
+            the target for the relative standard error of tr I of the most exposed 5 % at the end,
+            as far as it comes from probes and skipped steps.
         track: What to keep besides the trace: "diagonal" for attributes, "fim" for the spectral
             norm, "plis" for the derivative of the privacy loss. All sum by coordinate, so data sets
             that augment at random are refused.
@@ -121,8 +120,10 @@ class Accounting:
         fil_rate: The probability of measuring a step (which is then weighted by its inverse), in
             (0, 1]. For long runs: if few participations of an example are measured, its own number
             is mostly chance.
-        epochs: With ``rel_error``, the planned number of passes over the data. None: at any time at
-            least eight more are expected, so a shorter run ends above the target.
+        epochs: The number of passes over the data, for the plan. Without ``rel_error``, its target
+            is that measuring adds 5 % to the error that measuring every draw exactly would leave.
+            None: at any time at least eight more are expected, so a shorter run ends above the
+            target.
         amplification: What the attacker does not know about the batches: "poisson" (exact; the
             default with Poisson sampling), "none" (the default without), or an object with
             ``factors(rho, q, sigma)`` and ``secret_batches``.
@@ -135,11 +136,6 @@ class Accounting:
         max_ledger_memory: The largest ledger, in bytes; a larger one is refused until you raise
             this.
         execution: How the passes run.
-        extra_probes: This many probes, instead of ``num_probes``, measure the few examples of each
-            batch that decide the lower end for all examples together (one in 64: those that leaked
-            most so far, and those that suddenly leak), in a separate small pass. In the first 16
-            passes over the data, when most is learned, half as many measure everybody. For long
-            runs with one probe; 0: nobody.
         views: Augmentation multiplicity: a function that maps x [batch, …] to K views of each
             example, [batch, K, …], or K if batches hold K views each. The mean gradient over an
             example's views is clipped once. Needs ``criterion``, the loss of single views. See
@@ -188,7 +184,6 @@ class Accounting:
     seed: int | None = None
     max_ledger_memory: int = 2**32
     execution: Execution = field(default_factory=Execution)
-    extra_probes: int = 0
     views: Views | None = None
     owner_of: KeysOf = field(default=None, compare=False)
     rows_per_owner: int | None = None
@@ -271,21 +266,6 @@ class Accounting:
             if not by_probes:
                 raise ValueError(f"{given} needs estimator='weight-probes', not {self.estimator!r}")
 
-        # the most exposed of a step are measured again, so every step has to be measured
-        if self.extra_probes:
-            given, fewest = (
-                f"extra_probes={self.extra_probes}",
-                1 + (self.num_probes or _USUAL_PROBES),
-            )
-            if not self.extra_probes >= fewest:
-                raise ValueError(f"{given} must be 0, or more than num_probes: at least {fewest}")
-            if self.skips_steps:
-                raise ValueError(
-                    f"{given} skips no step: leave out rel_error and fil_rate, or extra_probes"
-                )
-            if not by_probes:
-                raise ValueError(f"{given} needs estimator='weight-probes', not {self.estimator!r}")
-
     @property
     def by_owner(self) -> bool:
         """Whether owners are drawn and clipped, each with all of its rows."""
@@ -310,15 +290,20 @@ class Accounting:
         return self.estimator == EXACT and self.fil_rate == 1
 
     @property
+    def plans(self) -> bool:
+        """Whether probes and the share of measured steps are chosen during the run."""
+        fixed = self.num_probes is not None or self.fil_rate < 1 or self.estimator == EXACT
+        return not fixed and (self.rel_error is not None or self.epochs is not None)
+
+    @property
     def skips_steps(self) -> bool:
         """Whether some steps are left out at random."""
-        return self.rel_error is not None or self.fil_rate < 1
+        return self.plans or self.fil_rate < 1
 
-    def pace(self) -> Pace:
-        """The pace to begin with."""
-        if self.rel_error is not None:
-            # η̄ ∝ sqrt(tr I): half of tr I's relative error
-            return Pace.steered(2 * self.rel_error, self.epochs)
+    def pace(self, *, is_stream: bool = False) -> Pace:
+        """The pace to begin with; a stream, whose passes nobody knows, has no plan."""
+        if self.plans and not is_stream:
+            return Pace.planned(self.rel_error, self.epochs)
         return Pace(_USUAL_PROBES if self.num_probes is None else self.num_probes, self.fil_rate)
 
     def probe_seed(self) -> int:

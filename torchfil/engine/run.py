@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -32,18 +33,24 @@ from torchfil.accounting.leakage import Leakage
 from torchfil.accounting.ledger import Contribution, Ledger, Timeline
 from torchfil.accounting.norms import NormHistory
 from torchfil.accounting.owners import Owners
-from torchfil.accounting.pace import exposed_rows
 from torchfil.accounting.persons import Persons
-from torchfil.accounting.quantities import Conditions, tracked
+from torchfil.accounting.quantities import Conditions, question_column, tracked
+from torchfil.accounting.sums import Column
 from torchfil.clipping import check_clip_weights
-from torchfil.engine.distributed.ranks import Ranks, StepNotTakenError, Whole, take_part
+from torchfil.engine.distributed.ranks import (
+    Ranks,
+    StepNotTakenError,
+    Whole,
+    move_rows,
+    take_part,
+)
 from torchfil.engine.executor import StepValues
 from torchfil.engine.forward import ForwardPass
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import ClipWeights, RunOptions
 from torchfil.engine.rows import OverRows, OwnedRows, rows_by_owner
-from torchfil.fisher.mechanism import largest_divergences
+from torchfil.fisher.mechanism import largest_divergences, step_divergence
 from torchfil.private import Examples
 from torchfil.utils.errors import put_back_after_errors
 from torchfil.utils.noise import derived_seed
@@ -51,8 +58,6 @@ from torchfil.utils.noise import derived_seed
 logger = logging.getLogger(__name__)
 
 _LOOKS_PER_PASS = 8  # how often the pace is adjusted and the leakage so far is noted
-_FIRST_PASSES = 16  # passes over the data in which most is learned, and many examples leak most
-_EXPOSED = 1 / 64  # of a batch
 _OF_A_STREAM = 1 / 128  # assumed steps in a pass of a stream, whose length is unknown
 
 
@@ -126,21 +131,20 @@ class Run:
         self.ledger: Ledger | None = None
         self.not_smooth: list[str] = []
         self._whole: Whole | None = None  # what all ranks had booked when they were last combined
-        self._exposed = max(
-            2, round(_EXPOSED * expected_batch / (ranks.size if ranks is not None else 1))
-        )
+        self._held: Tensor | None = None  # the places that this rank draws from
+        # the first step of another division of the data, until it is booked
+        self._waiting: tuple[Tensor, list[Contribution], dict[str, float]] | None = None
         self._steps_between_looks = max(1, round(1 / (_LOOKS_PER_PASS * self._passes_per_step)))
         self.timeline = Timeline(self._steps_between_looks)
         num_rows = 0 if owners is None else len(owners.of_row)
         # seen so far, not shared
         self._coordinates_of_rows = torch.zeros(num_rows, dtype=torch.long, device=device)
-        self.pace = options.accounting.pace()
+        self.pace = options.accounting.pace(is_stream=ids.grows)
         self.paused = False
         self.persons: Persons | None = None
         if owners is not None and not options.accounting.by_owner and ranks is None:
-            rate = options.sample_rate if options.amplification.secret_batches else None
-            asked, how = options.accounting.asked, Conditions(sample_rate=rate)
-            self.persons = Persons(owners, asked, lambda: self.leakage, how, self.clip_weights)
+            asked, rate = options.accounting.asked, self._draw_rate
+            self.persons = Persons(owners, asked, lambda: self.leakage, rate, self.clip_weights)
 
         # the current step
         self._grouped: tuple[list[int] | None, list[OwnedRows]] = (
@@ -152,6 +156,11 @@ class Run:
         self.clear_batch()
         if self._knows_batches:
             ids.count_from([0] * ids.num_examples)
+
+    @property
+    def _draw_rate(self) -> float | None:
+        """q, if an attacker does not know the batches."""
+        return self.options.sample_rate if self.options.amplification.secret_batches else None
 
     # ------------------------------------------------------------------ reading
 
@@ -194,9 +203,10 @@ class Run:
                 "no private step has been taken yet, so there is nothing to report; train first"
             )
         accounting = self.options.accounting
-        rate = self.options.sample_rate if self.options.amplification.secret_batches else None
-        largest = None if rate is None else largest_divergences(self.accountant.history)
-        conditions = Conditions(accounting.exact, rate, accounting.skips_steps, largest)
+        secret = self._draw_rate is not None
+        largest = largest_divergences(self.accountant.history) if secret else None
+        skipping = self.pace.is_planned or accounting.fil_rate < 1
+        conditions = Conditions(accounting.exact, skipping, largest)
         return Leakage(ledger, self.ids, conditions)
 
     # ------------------------------------------------------------------ a step
@@ -382,35 +392,6 @@ class Run:
         place = self.history.steps, rank, len(self.staged), piece
         return tuple([derived_seed(self.seed, purpose, *place, k) for k in range(count)])
 
-    @property
-    def _past_first_passes(self) -> bool:
-        """Whether the first passes are over."""
-        return self.history.steps * self._passes_per_step >= _FIRST_PASSES
-
-    @property
-    def num_probes(self) -> int:
-        """The probes of the current step for every example of the batch.
-
-        In the first passes, half the extra ones.
-        """
-        early = 0 if self._past_first_passes else -(-self.options.accounting.extra_probes // 2)
-        return max(self.pace.num_probes, early)
-
-    def exposed_rows(self, ids: Sequence[int], clipped_norm: Tensor) -> Tensor | None:
-        """The rows of a batch to measure again, with more probes.
-
-        None: the current step has none.
-        """
-        wanted = self.options.accounting.extra_probes and self._past_first_passes
-        if not wanted or self.ledger is None:
-            return None
-        rows, sums = torch.tensor(ids, dtype=torch.long), self.ledger.sums
-        trace, squares = (
-            sums.at(name, rows).to(self.device, non_blocking=True)
-            for name in ("trace", "squared_norm")
-        )
-        return exposed_rows(trace, squares, clipped_norm.double().square(), self._exposed)
-
     def weights_of(self, ids: Sequence[int]) -> Tensor | None:
         """ω of the examples with these numbers, float64 [ids]; None: nobody has one."""
         if self.clip_weights is None:
@@ -426,8 +407,11 @@ class Run:
         needed = Ledger.bytes_needed(n, num_coordinates, *kept) + NormHistory.bytes_needed(n)
         self._check_memory(needed)
         logger.info("the ledger takes %.1f MiB on %s", needed / 2**20, self.device)
-        ledger = Ledger(n, num_coordinates, self.device, *kept)
+        ledger = Ledger(n, num_coordinates, self.device, *kept, self._draw_rate)
         ledger.steps = self.history.steps  # of empty batches
+        if self._held is not None:
+            mask = torch.zeros(n, dtype=torch.bool).index_fill(0, self._held, True)
+            ledger.held = mask.to(self.device)
         return ledger
 
     def ledger_for(self, examples: Sequence[Examples]) -> Ledger:
@@ -451,15 +435,33 @@ class Run:
                 for all.
         """
         rows, norm = torch.tensor(ids, dtype=torch.long), values.clipped_norm
+        columns = dict(values.columns or {})
+        if not self.paused:
+            columns |= self._memberships(norm, noise)
         contribution = Contribution(
             rows,
             norm.square(),
-            not self.paused,
-            values.columns or {},
+            columns,
             self.pace.rate,
             num_coordinates,
+            values.norm,
         )
         self.staged.append(Staged(contribution, norm / noise.max_grad_norm, noise))
+
+    def _memberships(self, norm: Tensor, noise: Noise) -> dict[str, Column]:
+        """The columns of questions about membership, for which clipped norms are enough."""
+        asked = self.options.accounting.asked
+        names = [name for name, question in asked.items() if question.membership]
+        if not names:
+            return {}
+        square, rate = norm.double().square(), self._draw_rate
+        if noise.noise_multiplier == 0:
+            step = torch.where(square > 0, math.inf, 0.0).double()
+        else:
+            none = torch.zeros_like(square)
+            ratio = square / (noise.noise_multiplier * noise.max_grad_norm) ** 2
+            step = step_divergence(ratio, none, none, rate) / (1.0 if rate is None else rate)
+        return {question_column(name): {"value": step[:, None]} for name in names}
 
     def all_or_none(self) -> AbstractContextManager[None]:
         """Inside, accountant and ledger book a step; after an error, or Ctrl-C, neither has.
@@ -474,24 +476,31 @@ class Run:
             map(vars, parts if self.persons is None else [*parts, self.persons])
         )
 
-    def book(self, optimizer: FILOptimizer) -> None:
-        """Book the released logical batch: queue what was staged."""
+    def book(self, optimizer: FILOptimizer, held: Tensor | None = None) -> None:
+        """Book the released logical batch: queue what was staged.
+
+        Args:
+            optimizer: Has the noise.
+            held: The places that this rank draws from; None: everybody.
+        """
         if self._knows_batches:
             self.ids.count(self.participants())
         contributions = [staged.contribution for staged in self.staged]
-        if contributions:
-            assert self.ledger is not None
-            self.ledger.add(*contributions)
-            if self.pace.target is not None:
-                self.pace.note(contributions)
-        if self.ledger is not None:
-            self.ledger.steps += 1
-            self.ledger.missed_steps += int(self.paused)
+        noise = {
+            name: float(getattr(optimizer, name)) for name in ("noise_multiplier", "max_grad_norm")
+        }
+        same = self._held is not None and held is not None and torch.equal(held, self._held)
+        if held is not None and not same:  # after the update, because it is collective
+            self._waiting = held, contributions, noise
+        elif self.ledger is not None:
+            self.ledger.add(*contributions, **noise, paused=self.paused)
 
         # rows on the CPU, because reading them from a GPU would wait
         rows = [each.rows for each in contributions] or [torch.zeros(0, dtype=torch.long)]
         ratios = [staged.ratio for staged in self.staged] or [torch.zeros(0, device=self.device)]
         rate = float(self.accountant.history[-1][1]) if self.accountant.history else 1.0
+        if self.pace.is_planned:
+            self.pace.note(contributions)
         self.history.step(
             torch.cat(rows), torch.cat(ratios), float(optimizer.noise_multiplier), rate
         )
@@ -505,13 +514,30 @@ class Run:
         now and then).
         """
         self.is_updated = True
+        if self._waiting is not None:
+            self._divide(*self._waiting)
         self._note_leakage(self.history.steps)
         self._make_room()
-        steered = (
-            self.pace.target is not None and self.history.steps % self._steps_between_looks == 0
-        )
-        if self.ledger is not None and steered:
-            self.pace.update(self.ledger, self.history.steps * self._passes_per_step)
+        if self.pace.is_planned and self.history.steps % self._steps_between_looks == 0:
+            if self.ledger is not None:
+                self.pace.update(self.ledger, self.history.steps * self._passes_per_step)
+            if self.ranks is not None:  # what the most demanding part of the data needs
+                plan = torch.tensor([self.pace.num_probes, self.pace.rate], dtype=torch.float64)
+                probes, rate = self.ranks.maximum(plan).tolist()
+                self.pace.num_probes, self.pace.rate = int(probes), rate
+
+    def _divide(
+        self, held: Tensor, contributions: Sequence[Contribution], noise: Mapping[str, float]
+    ) -> None:
+        """Book the first step of another division of the data among the ranks (collective)."""
+        assert self.ranks is not None
+        mask = torch.zeros(self.ids.num_examples, dtype=torch.bool).index_fill(0, held, True)
+        if self.history.steps > 1:
+            self.ledger = move_rows(self.ledger, self.ranks, mask, self.new_ledger)
+        if self.ledger is not None:
+            self.ledger.held = mask.to(self.ledger.device)
+            self.ledger.add(*contributions, **noise, paused=self.paused)
+        self._held, self._waiting = held, None
 
     def _make_room(self) -> None:
         """Book what is queued if it is much."""
@@ -532,13 +558,11 @@ class Run:
             return
         if self.ranks is None:
             if ledger is not None:
-                self.timeline.note(step, ledger.sums["trace"], ledger.own_coordinates)
+                self.timeline.note(step, ledger.traces(), ledger.own_coordinates)
         else:
             empty = torch.zeros(2, self.ids.num_examples, dtype=torch.float64)
             trace, own = (
-                empty
-                if ledger is None
-                else (ledger.sums["trace"], ledger.sums["num_coordinates"].double())
+                empty if ledger is None else (ledger.traces(), ledger.own_coordinates.double())
             )
             trace, own = self.ranks.sum(trace), self.ranks.maximum(own)
             if own.any():  # nobody was drawn yet
@@ -621,9 +645,14 @@ class Run:
         self.pace.load_state_dict(state["pace"])
         self.not_smooth = list(state["not_smooth"])
         self.ids, self.ledger, self.history, self._whole = ids, ledger, history, None
+        self._held = self._waiting = None
         self.timeline = timeline
+        if ledger is not None:  # from now on, this run's own draws are predicted
+            ledger.draw_rate = self._draw_rate
         if self.persons is not None:
+            rate = self.persons.ledger.draw_rate
             self.persons.ledger = Ledger.from_state_dict(state["persons"][0])
+            self.persons.ledger.draw_rate = rate
             self.persons.last = state["persons"][1].clone()
         ids.count_from(participations)
         self.clear_batch()

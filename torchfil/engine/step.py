@@ -34,7 +34,7 @@ from torchfil.fisher.models import autocast_now
 from torchfil.fisher.recording import Plan, RecordedForward
 from torchfil.private import Examples, Private, as_call, as_given, check_finite
 from torchfil.private.batches import ROWS, Public, as_rows
-from torchfil.questions import Alternative, Question
+from torchfil.questions import Absent, Alternative, Question
 from torchfil.utils.given import Args, Batch, Kwargs, Targets
 from torchfil.utils.trees import map_tensors, tensors_of
 
@@ -307,7 +307,7 @@ class Step:
             own = wanted
             if measures:
                 own = replace(
-                    wanted, seeds=self.run.probe_seeds(self.run.num_probes, "probes", place)
+                    wanted, seeds=self.run.probe_seeds(self.run.pace.num_probes, "probes", place)
                 )
             found = self._values(pieces[place], place, loss, mechanism, own)
             return found.kept(sums=several) if on_gpu else found
@@ -328,7 +328,10 @@ class Step:
         loss = run.loss_of_examples(row_loss)
         weights = run.weights_of(ids)
         examples = examples if weights is None else replace(examples, clip_weights=weights)
-        measures, questions = bool(wanted.seeds), self.options.accounting.questions
+        measures = bool(wanted.seeds)
+        # clipped norms tell who was in the data
+        asked = self.options.accounting.questions.items()
+        questions = {name: each for name, each in asked if not isinstance(each, Absent)}
         if measures and questions:
             examples, places = with_alternatives(
                 examples, questions, check_values=run.ledger is None
@@ -343,8 +346,6 @@ class Step:
         plan = plan or self.executor.plan(gradients)
         with differentiable_twice() if measures else contextlib.nullcontext():
             values = self.executor.run(gradients, plan, mechanism, wanted, call.take_recorded())
-        if measures:
-            values = self._measured_again(gradients, mechanism, values, wanted, ids, place)
 
         # does the engine's pass agree with the loop's, or with the live model's?
         assert values.losses is not None
@@ -372,25 +373,6 @@ class Step:
         self, gradients: ExampleGradients, autocast: torch.dtype | None
     ) -> ExampleGradients:
         return replace(gradients, autocast=autocast, probe_precision=self._probe_precision)
-
-    def _measured_again(
-        self,
-        gradients: ExampleGradients,
-        mechanism: Mechanism,
-        values: StepValues,
-        wanted: Wanted,
-        ids: Sequence[int],
-        place: int,
-    ) -> StepValues:
-        """The same values, with a few chosen examples measured again with more probes."""
-        rows = self.run.exposed_rows(ids, values.clipped_norm)
-        if rows is None or mechanism.noiseless or self.replica.written:
-            return values
-        few = replace(gradients, examples=replace(gradients.examples, alternatives=())[rows])
-        seeds = self.run.probe_seeds(self.options.accounting.extra_probes, "extra probes", place)
-        again = replace(wanted, seeds=seeds, summed=False, questions=())
-        anew = self.executor.run(few, self.executor.plan(few), mechanism, again, few=True)
-        return values.measured_anew(rows, anew.columns or {})
 
     def _targets(self, call: ForwardPass) -> Any:
         """The targets of a call's rows."""
@@ -595,7 +577,7 @@ class Step:
         """Book the released logical batch, in accountant and ledger or in neither."""
         with self.run.all_or_none():
             optimizer.step_hook(optimizer)
-            self.run.book(optimizer)
+            self.run.book(optimizer, self.observer.tracker.held)
         self.replica.free_weights()
 
     def end(self, optimizer: FILOptimizer) -> None:

@@ -41,9 +41,9 @@ class Estimate:
         certain: The part of the value that was not sampled, same shape; None: 0.
         variance_limit: A variance that is not too small on average, whatever was sampled, same
             shape; None: unknown.
-        run_error: The standard deviation due to everything else that is random in the run (its
-            batches, and the noise, which changes the path of its weights), same shape; infinite if
-            one run cannot show it; None: nothing else.
+        run_error: The standard deviation due to everything that is random in a run (probes, batches
+            and the noise, which changes the path of its weights), same shape; infinite if one run
+            cannot show it; None: nothing but the standard error.
         source: (estimate, exponent, unit) if this one is (estimate/unit)^exponent.
 
     Example:
@@ -82,10 +82,12 @@ class Estimate:
         their own spread (t = 12.7 for two). If the largest variance, 2 sampled²/ν, is known, the
         factor is therefore cut to (ν/χ²)^(±1), where χ² is the lower quantile of χ²_ν.
 
-        Everything else that is random in the run widens the interval: widths add up like
-        independent errors, for a positive quantity as logarithms of its factors. If one run cannot
-        show how far off it is, the ends of a positive quantity are 0 and ∞: no interval is claimed,
-        and the value is an estimate from one run.
+        Of a run, the interval is value ± z·run_error, or value · f^(±1) for a positive quantity,
+        with z the normal quantile, x = z·run_error/value and f = exp(x(1 + min(x, 1)/3)) up to
+        x = 1.5, and e²(4x/3 − 1) beyond: a sum that happens to be near 0 is off by a few errors.
+        If one run cannot show how far off it is, or if its estimate is not positive because too few
+        draws were made to tell, the ends of a positive quantity are 0 and ∞, of the probes too: no
+        interval is claimed.
 
         Args:
             confidence: The probability.
@@ -104,12 +106,17 @@ class Estimate:
             estimate, exponent, unit = self.source
             low, high = (_raised(end, exponent, unit) for end in estimate.interval(confidence, of))
             return (low, high) if exponent > 0 else (high, low)
-        low, high = self._interval_of_probes(confidence)
         if of == "probes" or self.run_error is None:
-            return low, high
-        return self._widened(
-            low, high, float(stats.norm.ppf(0.5 + confidence / 2)) * self.run_error
-        )
+            return self._interval_of_probes(confidence)
+        width = float(stats.norm.ppf(0.5 + confidence / 2)) * self.run_error
+        if not self.positive:
+            return self.value - width, self.value + width
+        usual = (self.value > 0) & self.value.isfinite()
+        unknown = torch.where(width > 0, torch.inf, 0.0).to(self.value)
+        width = width / self.value.where(usual, torch.ones_like(self.value))
+        factor = _stretched(width.clamp(max=1.5)).exp() * (1 + 4 / 3 * (width - 1.5).clamp(min=0))
+        low, high = self.value.clamp(min=0), self.value.where(self.value > 0, unknown)
+        return (low / factor).where(usual, low), (high * factor).where(usual, high)
 
     def _interval_of_probes(self, confidence: float) -> tuple[Tensor, Tensor]:
         freedom = torch.as_tensor(self._freedom(), dtype=torch.float64).cpu()
@@ -122,32 +129,14 @@ class Estimate:
         certain = torch.zeros_like(self.value) if self.certain is None else self.certain
         certain = torch.where(self.value.isinf(), self.value, certain)
         sampled = torch.where(self.value.isinf(), 0.0, self.value - certain)
-        width = width / sampled.where(sampled > 0, torch.ones_like(sampled))
-        width = width * (1 + width.clamp(max=1) / 3)
+        usual = sampled > 0
+        unknown = torch.where((width > 0) | (sampled < 0), torch.inf, 0.0).to(sampled)
+        width = _stretched(width / sampled.where(usual, torch.ones_like(sampled)))
         if self.variance_limit is not None:
             freedom = 2 * sampled.square() / self.variance_limit
             width = torch.minimum(width, _log_ratio(freedom, 0.5 - confidence / 2).to(width))
-        return certain + sampled / width.exp(), certain + sampled * width.exp()
-
-    def _widened(self, low: Tensor, high: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
-        """The ends with a further, independent error of that width."""
-        if not self.positive:
-            return self.value - torch.hypot(self.value - low, width), self.value + torch.hypot(
-                high - self.value, width
-            )
-        usual = (self.value > 0) & self.value.isfinite()
-        value = self.value.where(usual, torch.ones_like(self.value))
-        down, up = ((end.where(usual, value) / value).log() for end in (low, high))
-        low, high = (
-            value * torch.hypot(part, width / value).mul(sign).exp()
-            for part, sign in ((down, -1), (up, 1))
-        )
-
-        # infinity has no uncertainty; 0 has no factor
-        unbounded = torch.where(width > 0, torch.inf, 0.0).to(value)
-        return low.where(usual, self.value), high.where(
-            usual, self.value.where(self.value > 0, unbounded)
-        )
+        low, high = sampled / width.exp(), sampled * width.exp()
+        return certain + low.where(usual, 0.0), certain + high.where(usual, unknown)
 
     def raised(self, exponent: float, unit: float | Tensor = 1.0) -> Estimate:
         """(value/unit)^exponent of a positive estimate, with one unit for all or one for each
@@ -249,6 +238,11 @@ class Estimate:
 def _raised(value: Tensor, exponent: float, unit: float | Tensor) -> Tensor:
     """(value/unit)^exponent."""
     return (value.clamp(min=0) / unit) ** exponent
+
+
+def _stretched(width: Tensor) -> Tensor:
+    """x(1 + min(x, 1)/3): a sum that came out low by chance reports a small spread, too."""
+    return width * (1 + width.clamp(max=1) / 3)
 
 
 def _log_ratio(freedom: Tensor, level: float) -> Tensor:

@@ -705,8 +705,8 @@ def _max_share_spared(asked: RuleCheck) -> Iterable[Verdict]:
     advice="Train longer, or average over runs, to draw all often.",
 )
 def _max_share_too_few_draws(asked: RuleCheck) -> Iterable[Verdict]:
-    """The share of the examples that were drawn too rarely to tell: never, or in fewer than five
-    measured steps.
+    """The share of the examples that were drawn too rarely to tell: in fewer than five steps, or
+    without an estimate above 0.
 
     Nothing is claimed for them, neither leakage nor protection. Poisson sampling at rate q draws an
     example a Binomial(steps, q) number of times; longer runs, or averages over runs, leave fewer
@@ -716,16 +716,17 @@ def _max_share_too_few_draws(asked: RuleCheck) -> Iterable[Verdict]:
 
 
 @_rule(
-    "Examples in steps that were not measured",
+    "Examples in paused steps",
     "{value}",
-    advice="Train again and measure every step.",
+    advice="Train again and pause no step.",
 )
 def _max_examples_missed(asked: RuleCheck) -> Iterable[Verdict]:
-    """The number of examples in steps that were not measured (engine.paused): their bounds are no
-    guarantees.
+    """The number of examples in paused steps (engine.paused), which were not measured: their bounds
+    are no guarantees.
     """
-    missed = asked.run.columns.get("missed")
-    rows = np.flatnonzero(missed > 0) if missed is not None else np.arange(len(asked.run))
+    columns = asked.run.columns
+    unknown = np.full(len(asked.run), "missed" not in columns)
+    rows = np.flatnonzero(columns.get("paused", unknown) > 0)
     return [asked.verdict(len(rows) <= asked.limit, len(rows), rows)]
 
 

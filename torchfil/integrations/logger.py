@@ -9,6 +9,7 @@ differ by fewer (:mod:`torchfil.run.series`).
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -230,7 +231,9 @@ class LeakageLogger:
         if engine is None or engine.ledger is None:
             return
         step = engine.ledger.steps
-        run = engine._saved_run("LeakageLogger", self.delta, kept=self._kept, records=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # at every point they would say the same
+            run = engine._saved_run("LeakageLogger", self.delta, kept=self._kept, records=False)
         if run is None:
             return
         levels = levels_of(run)

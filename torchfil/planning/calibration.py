@@ -151,14 +151,15 @@ class LeakageTarget:
     def is_missed_by(self, run: Leakage) -> bool:
         """Whether the estimates so far are worse than the target: leakage cannot be undone.
 
-        Cheap to call often.
+        Examples that were not measured do not count. Cheap to call often.
         """
-        sums, missed = run.ledger.sums, []
+        ledger, missed = run.ledger, []
         if self.mse_bound is not None:
-            missed.append((sums["trace"] * self.mse_bound > run.ledger.own_coordinates).any())
+            missed.append(ledger.traces() * self.mse_bound > ledger.own_coordinates)
         if self.true_positive_rate is not None:
-            missed.append((sums[f"question {self.question}"] > self.largest_divergence).any())
-        return bool(torch.stack(missed).any())
+            divergence = ledger.sums[f"question {self.question}"]
+            missed.append((divergence > self.largest_divergence).any(dim=1))
+        return bool((torch.stack(missed) & run.was_measured()).any())
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ class TargetCheck:
         return self.headroom >= 1
 
     def _headroom(self, which: int) -> float:
-        shares = []
+        shares = [] if self.num_measured else [0.0]
         if self.mse_bound is not None and self.target.mse_bound is not None:
             shares.append(self.mse_bound[which] / self.target.mse_bound)
         if self.divergence is not None:
@@ -536,8 +537,8 @@ def choose_noise(pilots: Pilots, target: LeakageTarget, search: NoiseSearch) -> 
             if not check.headroom == 0 < check.headroom_of_estimate:
                 return check.headroom
         raise ValueError(
-            f"a pilot has no end that holds for all examples ({check.measured}): some have too "
-            f"few measured steps (below {FEWEST_PARTICIPATIONS}). Raise epochs={pilots.epochs} "
+            f"a pilot has no end that holds for all examples ({check.measured}): some were drawn "
+            f"too rarely (below {FEWEST_PARTICIPATIONS} times). Raise epochs={pilots.epochs} "
             "(about 20 are usual), measure more steps, or pass of='probes'."
         )
 

@@ -17,13 +17,13 @@ change of the data.
 What the weights themselves reveal. ω is a function of the data, and a round's bounds and ε take it
 as fixed. **ε of all rounds together**, as if every model was released, counts the weights as well
 (zero-out adjacency), if ``target`` is fixed, ``confidence=None``, without cells, for a number of
-rounds that is fixed beforehand, and the runs are measured without ``rel_error`` and
-``extra_probes``, which look at other examples. Given what the earlier rounds released, the others'
-weights then do not depend on example i; and whatever ω_i is, the gradient that it scales has norm ≤
-C. Cells, shares, intervals (which borrow from all examples) and the decision when to stop depend on
-the others' data, and are held fixed in that count, too. Fisher information cannot be added in this
-way: ω_i depends on which batches of an earlier round drew example i, and that round's information
-counts this as secret.
+rounds that is fixed beforehand, and the runs are measured with ``num_probes=`` and
+``amplification="none"``: planned probes, and predictions where batches are secret, look at other
+examples. Given what the earlier rounds released, the others' weights then do not depend on example
+i; and whatever ω_i is, the gradient that it scales has norm ≤ C. Cells, shares, intervals (which
+borrow from all examples) and the decision when to stop depend on the others' data, and are held
+fixed in that count, too. Fisher information cannot be added in this way: ω_i depends on which
+batches of an earlier round drew example i, and that round's information counts this as secret.
 """
 
 from __future__ import annotations
@@ -660,7 +660,8 @@ def read_exposure(leakage: Leakage, question: str | None, confidence: float | No
         if question is None
         else leakage.get_guess(question).divergence
     )
-    value, measured = worst(quantity.value), leakage.was_measured().cpu()
+    measured = leakage.was_measured().cpu()
+    value = worst(quantity.value).where(measured, 0.0)
     if not measured.any():
         raise ValueError(
             "the run that train() returned measured nobody: take private steps before that"

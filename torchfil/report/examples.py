@@ -288,6 +288,7 @@ COLUMNS = (
         detail=True,
     ),
     TableColumn("missed", "missed", "participations that were not measured", detail=True),
+    TableColumn("paused", "paused", "participations in paused steps", detail=True),
     TableColumn("squared_norm", "Σ‖g̃‖²", "sum of squared clipped gradient norms", detail=True),
 )
 

@@ -58,7 +58,7 @@ _AUDITED, _WORSENING, _FEW = (
     "max_share_too_few_draws",
 )
 _OF_NOISE = ("max_epsilon", "max_individual_epsilon")  # follow from the noise, and need no margin
-_SAME = ("participations", "missed", "sampling_error", "public_class", "clip_weight")
+_SAME = ("participations", "missed", "paused", "sampling_error", "public_class", "clip_weight")
 _POWERS = {"fil": -0.5, "mse_bound": 1.0, "mse_bound_low": 1.0}  # of f, by column
 
 
@@ -226,13 +226,11 @@ def _num_untold(run: SavedRun) -> int:
     """How many examples as many fresh draws leave untold: with Poisson sampling at most so many in
     95 % of the runs.
     """
-    rate, steps, measured = (
-        setting(run, f"mechanism.{name}") for name in ("sample_rate", "steps", "fil_rate")
-    )
+    rate, steps = (setting(run, f"mechanism.{name}") for name in ("sample_rate", "steps"))
     # known batches, closed forms, or means over runs
     if rate is None or not steps or run.about.get("merged"):
         return int((~is_told(run)).sum())
-    share = binom.cdf(FEWEST_PARTICIPATIONS - 1, steps, rate * (measured or 1.0))
+    share = binom.cdf(FEWEST_PARTICIPATIONS - 1, steps, rate)
     return int(binom.ppf(0.95, len(run), share))
 
 

@@ -19,7 +19,7 @@ from torchfil.run.stored import ColumnFile, StoredArray, StoredColumns
 from torchfil.run.unit import Facts
 from torchfil.utils.errors import RunFileError
 
-FORMAT, VERSION = "torchfil-run", 3
+FORMAT, VERSION = "torchfil-run", 4
 KEY = b"torchfil"  # of the facts in the file's metadata
 ARROW_SCHEMA = b"ARROW:schema"  # the key of Arrow's own copy of the schema, which no run file has
 _LARGEST_FACTS = 2**22  # bytes

@@ -190,6 +190,8 @@ def _parts(run: SavedRun) -> dict[Key, ByExample]:
     parts: dict[Key, ByExample] = {
         name: run.columns[name] for name in _COLUMNS if name in run.columns
     }
+    if "missed" in parts:
+        parts["paused"] = run.columns.get("paused", np.zeros(len(run)))
     if "mse_bound_low" in parts:
         parts["mse_bound_low"] = np.where(is_told(run), parts["mse_bound_low"], 0.0)
     if (of := run.attributes) is not None:

@@ -159,7 +159,7 @@ def worsening(before: SavedRun, after: SavedRun) -> tuple[dict[str, float], np.n
     answered = {question.name: question for question in other.questions}
     for question in one.questions:
         both = [question, answered.get(question.name, question)]
-        roots = [np.sqrt(np.asarray(each.divergence).max(axis=1)) for each in both]
+        roots = [np.sqrt(np.asarray(each.divergence).max(axis=1).clip(min=0)) for each in both]
         more = clearly_more(roots, errors, 0.05) if question.name in answered else math.nan
         found[f"question “{question.name}”"] = more
 

@@ -270,7 +270,8 @@ class SavedRun(ArrowTable):
         ids: The examples' names, [n], int64 or strings (of Python's, dtype object, where they come
             from a file).
         columns: By name, [n] each: fil, fil_error, sampling_error, mse_bound, mse_bound_low,
-            participations, missed, squared_norm, epsilon (individual) where it was computed,
+            participations, missed (those that were not measured), paused (those in paused steps)
+            where there are any, squared_norm, epsilon (individual) where it was computed,
             clip_weight where weights were given, and fil_before, the FIL of a run without them
             (NaN: not measured), where it was saved; num_rows, how many rows each person has, where
             the unit is the person.
@@ -541,10 +542,10 @@ class SavedRun(ArrowTable):
 
 
 def status_of(run: SavedRun) -> np.ndarray:
-    """MEASURED, LOWER_BOUND (some participations were not measured) or NOT_MEASURED, uint8 [n].
+    """MEASURED, LOWER_BOUND (some participations were in paused steps) or NOT_MEASURED, uint8 [n].
 
-    An example that no batch drew, or whose every step was skipped, has η̄ = 0 in the table; one run
-    says nothing of it.
+    Of an example that no batch drew, whose every step was skipped, or of which too little was
+    measured to tell, η̄ is NaN: one run says nothing of it.
     """
     columns = run.columns
     fil = run.column("fil")
@@ -552,15 +553,8 @@ def status_of(run: SavedRun) -> np.ndarray:
     missed = np.asarray(columns.get("missed", np.zeros(len(fil))))
     if "participations" in columns:
         unknown |= np.asarray(columns["participations"]) - missed <= 0
-    if "sampling_error" in columns:
-        unknown |= np.isinf(np.asarray(columns["sampling_error"], dtype=np.float64)) & np.isfinite(
-            fil
-        )
-    mechanism = run.about.get("mechanism") or {}
-    rate = mechanism.get("fil_rate")
-    if mechanism.get("rel_error") is not None or (rate is not None and rate < 1):
-        unknown |= fil == 0
-    return np.where(unknown, NOT_MEASURED, np.where(missed > 0, LOWER_BOUND, MEASURED)).astype(
+    paused = np.asarray(columns.get("paused", np.zeros(len(fil))))
+    return np.where(unknown, NOT_MEASURED, np.where(paused > 0, LOWER_BOUND, MEASURED)).astype(
         np.uint8
     )
 
@@ -594,7 +588,7 @@ def _unread(columns: Mapping[str, np.ndarray]) -> Mapping[str, ByExample]:
 
 
 # of every example; NaN would count as none
-_KNOWN_COLUMNS = ("participations", "missed", "clip_weight", "num_rows")
+_KNOWN_COLUMNS = ("participations", "missed", "paused", "clip_weight", "num_rows")
 _COLUMNS = (
     *(
         "fil",

@@ -32,15 +32,18 @@ def _parts(**kinds: object) -> Any:
 
 
 _Accountant = _parts(history=list[tuple[_Number, _Share, _Count]], mechanism=str)
-_Ledger: Any = _parts(
-    num_examples=_Count,
-    num_coordinates=_Count,
-    track=list[str],
-    questions=_Dict,
-    steps=_Count,
-    missed_steps=_Count,
-    sums=dict[str, Tensor],
-)
+_SUMS: Any = {
+    "num_examples": _Count,
+    "num_coordinates": _Count,
+    "track": list[str],
+    "questions": _Dict,
+    "steps": _Count,
+    "missed_steps": _Count,
+    "trends": dict[str, Tensor],
+    "sums": dict[str, Tensor],
+}
+_Ledger: Any = _parts(**_SUMS, draw_rate=_Share | None)
+_Persons: Any = _parts(**_SUMS, draw_rate=Tensor | None)
 _History = _parts(
     anchor=_Number,
     lowest=_OrInfinite,
@@ -68,7 +71,7 @@ _Run = _parts(
     pace=_Pace,
     ranks=_Dict | None,
     coordinates_of_rows=Tensor,
-    persons=tuple[_Ledger, Tensor] | None,
+    persons=tuple[_Persons, Tensor] | None,
 )
 _Engine = _parts(
     accountant=_Accountant,

@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from torchfil.accounting.ledger import Ledger
-from torchfil.accounting.sums import compared, path_sums
+from torchfil.accounting.sums import compared
 from torchfil.engine.replica import Replica, is_plain
 
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
@@ -460,33 +460,67 @@ class Whole:
         parts["booked_by"] = (
             torch.stack(ranks.each(ledger.sums["participations"])).argmax(dim=0).short()
         )
+        parts["trends"] = ranks.objects(ledger.trends())
         return cls(steps, whole_ledger(ledger, ranks), parts)
 
 
 def whole_ledger(part: Ledger, ranks: Ranks) -> Ledger:
     """The ledger of all ranks together, on the CPU; this rank's part is unchanged (collective).
 
-    Sums are added. The squared changes between participations of an example
-    (:mod:`torchfil.accounting.sums`) depend on their order and were followed within each
-    part. If only one part has seen an example, because each process draws from its own part of the
-    data, all of its changes are there. If the parts changed in between, the changes between the
-    parts' last values replace the missing ones, without subtracting the probes' noise: this can
-    only make the run's error larger.
+    Sums are added. With Poisson draws an example is on one rank alone (:func:`move_rows`).
+    Otherwise several may have drawn it, and the changes between their draws are not all known: the
+    changes between the parts' last values replace the missing ones, without subtracting the probes'
+    noise: this can only make the run's error larger.
     """
-    whole = Ledger(part.num_examples, part.laid_out, "cpu", part.track, part.questions)
+    kept = part.track, part.questions, part.draw_rate
+    whole = Ledger(part.num_examples, part.laid_out, "cpu", *kept)
     whole.steps, whole.missed_steps = part.steps, part.missed_steps
+    kinds = ("ratio", "relative", "previous_level", "last_level")
+    latest = {f"{each.name}_{kind}" for each in part.predicted for kind in kinds}
     for name, value in part.sums.items():
-        whole.sums[name].copy_(
-            ranks.maximum(value) if name == "num_coordinates" else ranks.sum(value)
-        )
-    for quantity in part.followed:
-        _, last, changes, count = path_sums(quantity.name)
-        measured = ranks.each(part.sums[count])
-        between, latest = changes_between(ranks.each(part.sums[last]), measured)
-        missing = compared(whole.sums[count]) - sum(compared(each) for each in measured)
-        whole.sums[last].copy_(latest)
-        whole.sums[changes].add_(between * missing.clamp(min=4))
+        largest = name == "num_coordinates" or name in latest
+        whole.sums[name].copy_(ranks.maximum(value) if largest else ranks.sum(value))
+    draws = ranks.each(part.sums["participations"] - part.sums["paused"])
+    for quantity in part.predicted if part.draw_rate is None else ():
+        for last, changes, seen in (
+            ("previous", "near", lambda count: (count - 1).clamp(min=0)),
+            ("last", "far", compared),
+        ):
+            name = f"{quantity.name}_{last}"
+            values = ranks.each(part.sums[name])
+            wide = [each.view(-1, *(1,) * (values[0].ndim - 1)) for each in draws]
+            between, latest_value = changes_between(values, wide)
+            every = torch.stack(wide)
+            missing = seen(every.sum(dim=0)) - seen(every).sum(dim=0)
+            whole.sums[name].copy_(latest_value)
+            whole.sums[f"{quantity.name}_{changes}"].add_(between * missing)
     return whole
+
+
+def move_rows(
+    own: Ledger | None,
+    ranks: Ranks,
+    held: Tensor,
+    new_ledger: Callable[[int], Ledger],
+) -> Ledger | None:
+    """Give every example, with all that is known of it, to the rank that can draw it from now on
+    (collective). Only that rank predicts what it adds. Sums by coordinate stay where they are.
+
+    Args:
+        own: This rank's ledger; None if it has none.
+        ranks: The processes.
+        held: Which examples this rank can draw, [n].
+        new_ledger: Returns an empty one for d coordinates.
+    """
+    num_coordinates = max(ranks.objects(0 if own is None else own.laid_out))
+    if not num_coordinates:
+        return None
+    ledger = own or new_ledger(num_coordinates)
+    for block in ledger.sums.blocks:
+        whole = ranks.sum(block).to(block.device)
+        block.copy_(torch.where(held.to(block.device)[:, None], whole, torch.zeros_like(whole)))
+    ledger.held = held.to(ledger.device)
+    return ledger
 
 
 def changes_between(last: Sequence[Tensor], measured: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -526,7 +560,10 @@ def take_part(ranks: Ranks, saved: Mapping[str, Any] | None, ledger: Ledger | No
     if saved is not None and saved["size"] == ranks.size:
         booked_by = saved.get("booked_by")
     if ledger is not None:
+        if booked_by is not None and saved is not None:
+            ledger.load_trends(saved["trends"][ranks.rank])
         owner = torch.zeros(ledger.num_examples) if booked_by is None else booked_by.cpu()
+        ledger.held = (owner == ranks.rank).to(ledger.device)
         for value in ledger.sums.values():
             value[(owner != ranks.rank).to(ledger.device)] = 0
 
@@ -553,7 +590,7 @@ def shared_by(size: int, module: nn.Module) -> nn.Module:
 
 
 def check_ranks(
-    module: nn.Module, data_loader: DataLoader[Any], poisson_sampling: bool, rel_error: float | None
+    module: nn.Module, data_loader: DataLoader[Any], poisson_sampling: bool
 ) -> tuple[nn.Module, bool]:
     """The user's module, without the wrapper for several processes, and whether several train it
     together.
@@ -565,7 +602,6 @@ def check_ranks(
         module: The model.
         data_loader: The user's loader.
         poisson_sampling: Whether batches are drawn by Poisson sampling.
-        rel_error: As in :class:`~torchfil.engine.options.Accounting`.
 
     Raises:
         ValueError: A way to train by several processes that cannot be accounted for.
@@ -587,12 +623,6 @@ def check_ranks(
             warnings.warn(f"{alone}. To train one model together: {wrapper}.", stacklevel=3)
         return module, False
 
-    # a rank cannot decide by all examples: it knows only those that it drew
-    if rel_error is not None:
-        raise ValueError(
-            f"rel_error={rel_error} needs what all examples have leaked, and a rank knows only a "
-            "part; with several processes set num_probes= and fil_rate= instead"
-        )
     # a stream's ids are compared
     if not poisson_sampling and not isinstance(data_loader.dataset, IterableDataset):
         sampler = getattr(data_loader.batch_sampler, "sampler", None)

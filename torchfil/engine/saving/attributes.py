@@ -168,7 +168,15 @@ class AttributeTable:
             """The least errors and their lower ends, [rows, k] each."""
             fil = leakage.get_attribute_fil(rows)
             ends = {"error": fil.value, "error_low": fil.interval(0.95)[1]}
-            return {name: self.errors(eta.double().square()).float() for name, eta in ends.items()}
+            squares = {name: eta.double().square() for name, eta in ends.items()}
+            found = {
+                name: self.errors(value.nan_to_num(nan=0.0, posinf=math.inf)).float()
+                for name, value in squares.items()
+            }
+            # nothing is known of any of an attribute's coordinates, or nothing but zeros
+            untold = self.errors(squares["error"].isnan().double()).isfinite()
+            found["error"] = found["error"].masked_fill(found["error"].isinf() & untold, math.nan)
+            return found
 
         found = leakage.by_parts(errors)
         return Attributes(self.names, self.units, found["error"], found["error_low"])
@@ -183,11 +191,10 @@ class AttributeTable:
         Args:
             leakage: The run's results, by which an owner's closest row is chosen.
             passes: Reads the data set.
-            columns: With η̄ ("fil") and "participations", [n] each.
+            columns: With η̄ ("fil"), [n]; NaN: not measured.
         """
-        rows, _ = most_exposed_and_typical(
-            columns["fil"], columns["participations"] > 0, RECORDED_EXAMPLES
-        )
+        fil = columns["fil"]
+        rows, _ = most_exposed_and_typical(fil, ~np.isnan(fil), RECORDED_EXAMPLES)
         if not len(rows) or len(self.names) > RECORDED_ATTRIBUTES:
             return None
 

@@ -235,6 +235,8 @@ def _columns(
 ) -> dict[str, np.ndarray]:
     """Numbers by example, [n] each."""
     run, columns, owners = training.run, leakage.arrays(), training.run.owners
+    if not columns["paused"].any():
+        del columns["paused"]
     if owners is not None and run.options.accounting.by_owner:
         columns["num_rows"] = owners.counts.numpy()
     columns["epsilon"] = reading.epsilons(run, accountant, None, delta).value.cpu().numpy()
@@ -293,7 +295,7 @@ def _mechanism(training: PrivateTraining, leakage: Leakage) -> dict[str, object]
     options, accounting = run.options, run.options.accounting
     parts = accounting.accumulation_steps * (1 if run.ranks is None else run.ranks.size)
     mean = optimizer.loss_reduction == "mean"
-    paced = accounting.rel_error is not None  # then probes and rate change from step to step
+    planned = run.pace.is_planned  # then probes and rate change from step to step
 
     # what a reader needs to judge the numbers, and to predict other noise or steps
     return {
@@ -316,11 +318,11 @@ def _mechanism(training: PrivateTraining, leakage: Leakage) -> dict[str, object]
         "stream": training.passes.dataset is None,
         "amplification": name_of_amplification(options.amplification),
         "estimator": accounting.estimator,
-        "num_probes": None if paced else run.pace.num_probes,
+        "num_probes": None if planned else run.pace.num_probes,
         "probe_precision": accounting.execution.probe_precision_on(
             next(training.replica.live.parameters()).device
         ),
-        "fil_rate": None if paced else accounting.fil_rate,
+        "fil_rate": None if planned else accounting.fil_rate,
         "rel_error": accounting.rel_error,
         "loss": run.loss.name if run.loss is not None else None,
     }
@@ -333,7 +335,7 @@ def _question(leakage: Leakage, name: str) -> QuestionRecord:
         guess = part.get_guess(name, rows)
         high = guess.upper(0.95).divergence.value
         both = {
-            "divergence": guess.divergence.value.clamp(max=guess.largest),
+            "divergence": guess.divergence.value.clamp(0, guess.largest),
             "divergence_high": high,
         }
         return {kind: value.reshape(len(rows), len(asked.answers)) for kind, value in both.items()}

@@ -221,7 +221,13 @@ def _is_image(value: object) -> bool:
 def _diagonal(leakage: Leakage, rows: np.ndarray) -> Tensor:
     """I_jj of these examples, [m, d]."""
     ids = leakage.ids.all()
-    return leakage.get_attribute_fil([ids[row] for row in rows]).value.double().square().cpu()
+    return (
+        leakage.get_attribute_fil([ids[row] for row in rows])
+        .value.double()
+        .square()
+        .nan_to_num(nan=0.0, posinf=math.inf)
+        .cpu()
+    )
 
 
 def exposed_words(

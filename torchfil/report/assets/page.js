@@ -213,11 +213,11 @@
   };
   const sentence = (row) => {
     const ratio = columnOf.ratio?.values[row], rank = `Number ${spec.rank[row].toLocaleString("en")} of ${spec.measured.toLocaleString("en")} by FIL.`;
-    if (spec.status[row] === NOT_MEASURED) return `Not measured: no batch drew this ${spec.unit.one}, or its steps were left out. This run says nothing about it; it is not safe.`;
+    if (spec.status[row] === NOT_MEASURED) return `Not measured: no batch drew this ${spec.unit.one}, or too rarely to tell. This run says nothing about it; it is not safe.`;
     if (ratio === null) return `${rank} It was drawn too rarely to tell how far below its estimate the truth may lie; it is not safe, only not known.`;
     const bound = columnOf.mse_bound.values[row], low = columnOf.mse_bound_low?.values[row] ?? bound;
     const off = ratio === undefined ? `a mean squared error of ${number(low)} or more per input` : `at least ${times(ratio)} a blind guess’s error`;
-    const understated = spec.status[row] === LOWER_BOUND ? " Some of its steps were not measured: it leaks more than shown." : "";
+    const understated = spec.status[row] === LOWER_BOUND ? " Some of its steps were paused: it leaks more than shown." : "";
     return `${rank} An unbiased estimate of its inputs has ${off}, on average (${spec.origin}).${understated}`;
   };
   const copyLink = () => {
