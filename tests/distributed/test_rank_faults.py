@@ -83,7 +83,7 @@ def played(
     weights, ledger = [whole(p) for p in made.module.parameters()], made.engine.ledger
     sums = {} if ledger is None else dict(ledger.sums)
     return Played(
-        errors, weights, sums, steps, said, made.engine._training.step.executor.memory_limit
+        errors, weights, sums, steps, said, made.engine._training.step.passes.memory.limit
     )
 
 

@@ -49,7 +49,7 @@ from tests.engine.ways import (
 )
 from torchfil import FILPrivacyEngine
 from torchfil.accounting.norms import NormHistory
-from torchfil.engine.executor import Executor
+from torchfil.engine import measure
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.replica import Replica
 from torchfil.engine.run import Run
@@ -679,7 +679,7 @@ def accountant_stopped(self: Any, **_: float) -> None:
 
 
 STOPS: dict[str, tuple[Any, str, Any]] = {
-    "in a pass": (Executor, "run", KeyboardInterrupt),
+    "in a pass": (measure, "values_of", KeyboardInterrupt),
     "before the sums are complete": (FILOptimizer, "_check_skip_next_step", KeyboardInterrupt),
     "before the accountant": (FILOptimizer, "scale_grad", KeyboardInterrupt),
     "in the accountant": (RDPAccountant, "step", accountant_stopped),

@@ -27,12 +27,12 @@ from torchfil.attribution.plis import susceptibility
 from torchfil.engine import loader
 from torchfil.engine.canaries import canary_scores
 from torchfil.engine.distributed.ranks import Ranks, ShardedReplica, is_sharded, without_shards
-from torchfil.engine.executor import Executor
 from torchfil.engine.forward import HookedForward, LoopForward, Observer, RecordedModule
 from torchfil.engine.guard import Guard
 from torchfil.engine.losses import IdentifiedLoss
 from torchfil.engine.optimizer import FILOptimizer, GradSampleOptimizer
 from torchfil.engine.options import RunOptions, example_ids, rate_and_batch_size
+from torchfil.engine.passes import Passes
 from torchfil.engine.replica import Replica, is_plain
 from torchfil.engine.rows import many_rows, rows_by_owner
 from torchfil.engine.run import Run
@@ -333,12 +333,12 @@ class PrivateTraining:
             math.ceil(whole_batch / (1 if ranks is None else ranks.size)),
             options.shares is None,
         )
-        executor = Executor(
+        passes = Passes(
             self.replica, size, options.max_memory, cuda_graphs=graphs, recorded=recorded
         )
         guard = Guard(self.replica, options, self._tracker)
         self.step = Step(
-            self.run, self.replica, executor, guard, self._observer, self.passes.refresh_norms
+            self.run, self.replica, passes, guard, self._observer, self.passes.refresh_norms
         )
 
         if not sharded:

@@ -75,10 +75,10 @@ class CanaryInputs:
         return inner + half * norms.square(), norms.square()
 
     def _jacobians(self, limits: Sequence[float]) -> Iterator[tuple[slice, Jacobian]]:
-        options, executor = self._step.options, self._step.executor
+        options, plans = self._step.options, self._step.passes.plans
         limit = limits[0] if options.shares is None else math.hypot(*limits)
         for gradients in self._gradients:
-            batch = PrivateBatch(gradients, options.mechanism(1.0, limit), executor.plan(gradients))
+            batch = PrivateBatch(gradients, options.mechanism(1.0, limit), plans.of(gradients))
             yield from batch.chunks(options.max_memory, _WORKING_VECTORS, measured=False)
 
 

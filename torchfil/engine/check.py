@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.engine.distributed.ranks import is_sharded
-from torchfil.engine.executor import Executor, Wanted
 from torchfil.engine.forward import ForwardPass, LossInside
 from torchfil.engine.guard import Guard
 from torchfil.engine.loader import BatchTracker, is_target_name, plain, split_batch
 from torchfil.engine.losses import IdentifiedLoss, likely_loss
+from torchfil.engine.measure import Wanted
 from torchfil.engine.options import Accounting, BatchToInputs, RunOptions
+from torchfil.engine.passes import Passes
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.step import private_without_labels
 from torchfil.fisher.estimators import Draws
@@ -272,18 +273,15 @@ def _examined(
     gradients = replica.gradients(replace(examples, masks=masks), loss)
     precision = execution.probe_precision_on(replica.device)
     gradients = replace(gradients, autocast=forward.autocast, probe_precision=precision)
-    executor = Executor(
-        replica, len(examples), options.max_memory, cuda_graphs=execution.cuda_graphs
-    )
-    plan = executor.plan(gradients)
+    passes = Passes(replica, len(examples), options.max_memory, cuda_graphs=execution.cuda_graphs)
+    plan = passes.plans.of(gradients)
     mechanism = options.mechanism(_NOISE, _THRESHOLD)
-    wanted = Wanted(
-        (), options.accounting.estimator, Draws.seeds_from(1, torch.Generator().manual_seed(0))
-    )
+    wanted = Wanted((), options.accounting.estimator)
+    seeds = Draws.seeds_from(1, torch.Generator().manual_seed(0))
 
     # If an example's loss depends on others, no gradient belongs to it alone: the values of a first
     # pass show this.
-    values = executor.run(gradients, plan, mechanism, wanted)
+    values = passes.run(gradients, plan, mechanism, seeds, wanted)
     assert values.losses is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -44,9 +44,9 @@ from torchfil.engine.distributed.ranks import (
     move_rows,
     take_part,
 )
-from torchfil.engine.executor import StepValues
 from torchfil.engine.forward import ForwardPass
 from torchfil.engine.losses import IdentifiedLoss
+from torchfil.engine.measure import StepValues
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.options import ClipWeights, RunOptions
 from torchfil.engine.rows import OverRows, OwnedRows, rows_by_owner

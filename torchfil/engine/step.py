@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchfil.engine.executor import Executor, Places, StepValues, Wanted, joined
 from torchfil.engine.forward import ForwardPass, LossInside, Observer, StartedGraph
 from torchfil.engine.guard import OTHER_OWN_LOSS, Guard
 from torchfil.engine.loader import is_target_name, make_current, plain, split_batch
 from torchfil.engine.losses import NO_TARGETS, IdentifiedLoss, LossMismatchError, placed
+from torchfil.engine.measure import Places, StepValues, Wanted, joined
 from torchfil.engine.optimizer import FILOptimizer
+from torchfil.engine.passes import Passes
 from torchfil.engine.replica import Replica, buffers_kept
 from torchfil.engine.rows import OwnedRows
 from torchfil.engine.run import Run
@@ -61,7 +62,7 @@ class Step:
     Args:
         run: Keeps what is booked.
         replica: The model.
-        executor: Computes sums, norms and Fisher information.
+        passes: Compute sums, norms and Fisher information.
         guard: Compares them with what the loop did.
         observer: Holds the loop's forward passes.
         refresh_norms: Computes every example's norm anew, for individual ε.
@@ -74,13 +75,13 @@ class Step:
         self,
         run: Run,
         replica: Replica,
-        executor: Executor,
+        passes: Passes,
         guard: Guard,
         observer: Observer,
         refresh_norms: Callable[[FILOptimizer], None],
     ) -> None:
         self.run, self.options, self.replica = run, run.options, replica
-        self.executor, self.guard, self.observer = executor, guard, observer
+        self.passes, self.guard, self.observer = passes, guard, observer
         self._refresh_norms = refresh_norms
         self._inside = LossInside(replica)
         self._computes_loss = False  # whether train_step found the loss in the model's outputs
@@ -207,7 +208,7 @@ class Step:
         measures = (run.chooses_to_measure() or noise.noise_multiplier == 0) and not run.paused
         if loss is not None and (norms is None or measures):
             accounting = self.options.accounting
-            wanted = Wanted(tuple(accounting.track), accounting.estimator, (), norms is None)
+            wanted = Wanted(tuple(accounting.track), accounting.estimator, norms is None)
             values = self._values_of_all(
                 pieces, loss, self._mechanism_with(*noise), wanted, measures
             )
@@ -304,12 +305,9 @@ class Step:
         on_gpu, several = self.replica.device.type == "cuda", len(pieces) > 1
 
         def of_piece(place: int) -> StepValues:
-            own = wanted
-            if measures:
-                own = replace(
-                    wanted, seeds=self.run.probe_seeds(self.run.pace.num_probes, "probes", place)
-                )
-            found = self._values(pieces[place], place, loss, mechanism, own)
+            count = self.run.pace.num_probes if measures else 0
+            seeds = self.run.probe_seeds(count, "probes", place)
+            found = self._values(pieces[place], loss, mechanism, seeds, wanted)
             return found.kept(sums=several) if on_gpu else found
 
         return joined(map(of_piece, range(len(pieces))))
@@ -317,22 +315,21 @@ class Step:
     def _values(
         self,
         piece: _Piece,
-        place: int,
         row_loss: IdentifiedLoss,
         mechanism: Mechanism,
+        seeds: tuple[int, ...],
         wanted: Wanted,
     ) -> StepValues:
-        """The values of one piece, at its place among the pieces of a batch, with its checks."""
+        """The values of one piece, measured by probes with these seeds if any, with its checks."""
         call, part, ids, examples = piece.call, piece.part, piece.ids, piece.examples
         run, guard, from_loop = self.run, self.guard, call.outputs is not None
         loss = run.loss_of_examples(row_loss)
         weights = run.weights_of(ids)
         examples = examples if weights is None else replace(examples, clip_weights=weights)
-        measures = bool(wanted.seeds)
         # clipped norms tell who was in the data
         asked = self.options.accounting.questions.items()
         questions = {name: each for name, each in asked if not isinstance(each, Absent)}
-        if measures and questions:
+        if seeds and questions:
             examples, places = with_alternatives(
                 examples, questions, check_values=run.ledger is None
             )
@@ -340,12 +337,14 @@ class Step:
 
         # a wrong loss would spoil the trial, so the loss is checked first
         gradients = self._in_precision(self.replica.gradients(examples, loss), call.autocast)
-        plan = self.executor.known(gradients)
+        plan = self.passes.plans.known(gradients)
         if plan is None and from_loop:
             guard.check_loss(call, row_loss, by_opacus=not wanted.summed)
-        plan = plan or self.executor.plan(gradients)
-        with differentiable_twice() if measures else contextlib.nullcontext():
-            values = self.executor.run(gradients, plan, mechanism, wanted, call.take_recorded())
+        plan = plan or self.passes.plans.of(gradients)
+        with differentiable_twice() if seeds else contextlib.nullcontext():
+            values = self.passes.run(
+                gradients, plan, mechanism, seeds, wanted, call.take_recorded()
+            )
 
         # does the engine's pass agree with the loop's, or with the live model's?
         assert values.losses is not None
@@ -469,7 +468,7 @@ class Step:
         # on a CPU the live model's own pass is recorded
         gradients = self.replica.live_gradients(examples, own_loss)
         gradients = self._in_precision(gradients, autocast_now(self.replica.device))
-        recorded = self.executor.begin_live(gradients)
+        recorded = self.passes.begin(gradients)
         if recorded is not None:
             return (
                 examples,
@@ -487,7 +486,7 @@ class Step:
         masks = self.replica.masks_by_example(drawn, *examples.public[:2])
         masked = replace(examples, masks=masks, clip_weights=self.run.weights_of(pieces[0].ids))
         of_copy = self.replica.gradients(masked, own_loss)
-        begun = self.executor.begin_graph(self._in_precision(of_copy, gradients.autocast))
+        begun = self.passes.begin_graph(self._in_precision(of_copy, gradients.autocast))
         if begun is None:
             return None
         return examples, begun, begun.outputs if part is None else part.in_order(begun.outputs)
@@ -563,9 +562,7 @@ class Step:
         """Update the model's buffers as its forward pass would, once, however the passes were
         cut.
         """
-        if not (
-            self.executor.runs_in_pieces(len(gradients), plan) or self.options.accounting.by_owner
-        ):
+        if not (self.passes.in_pieces(len(gradients), plan) or self.options.accounting.by_owner):
             self.replica.write_buffers(gradients)
             return
         with torch.no_grad(), replayed_masks(call.masks):

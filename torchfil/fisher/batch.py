@@ -175,7 +175,7 @@ class PrivateBatch:
 
         # the exact estimator holds columns of J and draws nothing; any other holds one vector and
         # draws probes
-        columns, vectors = self.working_vectors(estimator, max_memory)
+        columns, vectors = working_vectors(self.gradients, estimator, max_memory)
         seeds = () if exact else Draws.seeds_from(num_probes, generator)
         one_pass = not exact and self.mechanism.shares is None and len(self.gradients)
         batch = replace(self, plan=(self.plan or make_plan(self.gradients)) if one_pass else None)
@@ -262,15 +262,16 @@ class PrivateBatch:
                     ),
                 )
 
-    def working_vectors(self, estimator: str, max_memory: int) -> tuple[int, int]:
-        """How many Jacobian columns to hold per example, and how many vectors of length p are
-        needed.
-        """
-        if estimator != EXACT:
-            return 1, _WORKING_VECTORS
-        room = max_memory // self.gradients.bytes_per_vector - _WORKING_VECTORS
-        columns = min(self.gradients.num_coordinates, max(1, room // _COPIES_OF_COLUMNS))
-        return columns, _COPIES_OF_COLUMNS * columns + _WORKING_VECTORS
+
+def working_vectors(
+    gradients: ExampleGradients, estimator: str, max_memory: int
+) -> tuple[int, int]:
+    """How many columns of J to hold per example, and how many vectors of length p are needed."""
+    if estimator != EXACT:
+        return 1, _WORKING_VECTORS
+    room = max_memory // gradients.bytes_per_vector - _WORKING_VECTORS
+    columns = min(gradients.num_coordinates, max(1, room // _COPIES_OF_COLUMNS))
+    return columns, _COPIES_OF_COLUMNS * columns + _WORKING_VECTORS
 
 
 def exact_fim(

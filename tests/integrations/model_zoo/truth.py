@@ -32,7 +32,7 @@ from tests.cases import grouped
 from tests.engine.brute_force import SIGMA, C, random_state_kept, set_random_state
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import DEFAULT_CLIP, get_clip
-from torchfil.engine import executor
+from torchfil.engine import plans
 from torchfil.fisher.estimators import ESTIMATORS, draw_bits, signs_of, weight_probes
 from torchfil.utils.trees import map_tensors, tensors_of
 
@@ -122,7 +122,7 @@ def trained(
     notes: list[tuple[int, ...]] = []
     steps: list[Step] = []
     torch.manual_seed(4)
-    with noted_probes(notes) as estimator, mock.patch.object(executor.logger, "warning") as warning:
+    with noted_probes(notes) as estimator, mock.patch.object(plans.logger, "warning") as warning:
         wrapped, optimizer, loader = engine.make_private(
             module,
             optimizer,
