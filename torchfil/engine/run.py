@@ -58,6 +58,7 @@ from torchfil.utils.noise import derived_seed
 logger = logging.getLogger(__name__)
 
 _LOOKS_PER_PASS = 8  # how often the pace is adjusted and the leakage so far is noted
+_LEAST_STRIDE = 8  # steps between points of the timeline: reading the ledger books its queue
 _OF_A_STREAM = 1 / 128  # assumed steps in a pass of a stream, whose length is unknown
 
 
@@ -135,7 +136,7 @@ class Run:
         # the first step of another division of the data, until it is booked
         self._waiting: tuple[Tensor, list[Contribution], dict[str, float]] | None = None
         self._steps_between_looks = max(1, round(1 / (_LOOKS_PER_PASS * self._passes_per_step)))
-        self.timeline = Timeline(self._steps_between_looks)
+        self.timeline = Timeline(max(_LEAST_STRIDE, self._steps_between_looks))
         num_rows = 0 if owners is None else len(owners.of_row)
         # seen so far, not shared
         self._coordinates_of_rows = torch.zeros(num_rows, dtype=torch.long, device=device)
