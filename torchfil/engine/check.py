@@ -285,7 +285,9 @@ def _examined(
     assert values.losses is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        guard.check_live_model(forward, loss, gradients, values.losses, now=not plan.fits)
+        guard.check_live_model(
+            forward, loss, gradients, values.losses, lambda seen: seen, now=not plan.fits
+        )
     own = examples.own_coordinates
     return replace(
         result,

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchfil.engine import losses
+from torchfil.engine.evidence import Evidence
 from torchfil.engine.forward import ForwardPass
 from torchfil.engine.loader import BatchTracker, split_batch
 from torchfil.engine.losses import (
@@ -33,7 +34,6 @@ from torchfil.engine.losses import (
 )
 from torchfil.engine.options import RunOptions
 from torchfil.engine.replica import Replica, buffers_kept
-from torchfil.engine.rows import OwnedRows
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice, flatten
 from torchfil.fisher.masks import replayed_masks
 from torchfil.fisher.models import REDUCED, autocast_as, call_with
@@ -175,10 +175,10 @@ class Guard:
             self._warned.add(text)
             warnings.warn(text, stacklevel=2)
 
-    def _tolerance(self, values: Tensor, call: ForwardPass) -> float:
+    def _tolerance(self, values: Tensor, autocast: torch.dtype | None) -> float:
         """How much such values may differ, relative to their size."""
         weight = next(self.replica.live.parameters())
-        return _tolerance(values, reduced=call.autocast is not None or weight.dtype in REDUCED)
+        return _tolerance(values, reduced=autocast is not None or weight.dtype in REDUCED)
 
     # ------------------------------------------------------------------ the weights
 
@@ -417,33 +417,35 @@ class Guard:
 
     # ------------------------------------------------------------------ what the engine computed
 
+    def evidence(self, call: ForwardPass, loss: IdentifiedLoss) -> Evidence:
+        """What the live model did in a call, by row."""
+        targets = self.targets(call)
+        return Evidence(
+            loss,
+            call.outputs,
+            targets,
+            tensors_of(self.observed(call)) if call.output_grads else (),
+            loss.weightings(targets),
+            call.autocast,
+        )
+
     def compare_outputs(
         self,
-        call: ForwardPass,
+        seen: Evidence,
         ours: Sequence[Tensor],
-        loss: IdentifiedLoss,
-        part: OwnedRows | None,
+        look: Callable[[], None],
         *,
         by_opacus: bool,
     ) -> Flag:
-        """Do the gradients at the outputs, ours and the loop's, agree? With ``part``, at the rows
-        of these owners.
+        """Do the gradients at the outputs, ours and the loop's, agree?
+
+        If not, ``look`` raises if another loss is the cause.
         """
-        observed, weightings = tensors_of(self.observed(call)), loss.weightings(self.targets(call))
-        if part is not None:
-            reduction, rows = (
-                self.options.accounting.row_reduction,
-                part.rows.to(observed[0].device),
-            )
-            ours, observed = (
-                [part.by_row(each, reduction) for each in ours],
-                [each[rows] for each in observed],
-            )
-            weightings = [each[rows] if isinstance(each, Tensor) else each for each in weightings]
+        observed = seen.output_gradients
         tolerance = self._tolerance(
-            next(leaf for leaf in observed if leaf.is_floating_point()), call
+            next(leaf for leaf in observed if leaf.is_floating_point()), seen.autocast
         )
-        differences = losses.relative_differences(ours, observed, weightings)
+        differences = losses.relative_differences(ours, observed, seen.weightings)
 
         def error() -> Exception | None:
             apart = float(differences.min())
@@ -453,7 +455,7 @@ class Guard:
                     if by_opacus
                     else UserWarning(WEIGHTED_BY_TOKENS)
                 )
-            self.check_loss(call, loss, by_opacus=by_opacus)  # if the loss is the cause
+            look()
             if apart <= _FAR_APART * tolerance:  # lower precision
                 return None
             if not math.isfinite(apart):
@@ -466,12 +468,7 @@ class Guard:
         return Flag(~(differences[0] <= tolerance), error)
 
     def compare_losses(
-        self,
-        call: ForwardPass,
-        loss: IdentifiedLoss,
-        gradients: ExampleGradients,
-        ours: Tensor,
-        part: OwnedRows | None = None,
+        self, seen: Evidence, call: ForwardPass, gradients: ExampleGradients, ours: Tensor
     ) -> Flag:
         """Does each example alone, ℓ [batch], have the loss that it has at the outputs for the
         whole batch?
@@ -480,28 +477,26 @@ class Guard:
         examples. If it differs, this is a warning, and now and then (the first time, the second,
         the fourth, …) an error if it weights no examples, but mixes them.
         """
-        with torch.no_grad(), autocast_as(call.autocast, self.replica.device):
-            if loss.is_models_own:
-                theirs = loss(call.outputs, None)
+        loss, own = seen.loss, isinstance(seen.loss, IdentifiedLoss) and seen.loss.is_models_own
+        with torch.no_grad(), autocast_as(seen.autocast, self.replica.device):
+            if own:
+                theirs = loss(seen.outputs, None)
                 ours = ours.mean() if self.options.loss_reduction == "mean" else ours.sum()
             else:
-                theirs = losses_of(loss, call.outputs, self.targets(call))
-                theirs = (
-                    theirs
-                    if part is None
-                    else part.over_rows(theirs, self.options.accounting.row_reduction)
-                )
+                theirs = losses_of(loss, seen.outputs, seen.targets)
         distance = _distance(ours, theirs)
 
         def error() -> Exception | None:
             apart, size = distance.tolist()
             if not math.isfinite(apart + size):
-                finite = all(bool(leaf.isfinite().all()) for leaf in tensors_of(call.outputs))
+                finite = all(bool(leaf.isfinite().all()) for leaf in tensors_of(seen.outputs))
                 return RuntimeError((_NOT_FINITE if finite else _DIVERGED).format(_NOT_TAKEN))
-            if loss.is_models_own:
+            if own:
+                assert isinstance(loss, IdentifiedLoss)
                 self._uneven += 1
                 looks = self._uneven & (self._uneven - 1) == 0
-                if looks and _share_mixed(call, loss, gradients) > self._tolerance(theirs, call):
+                mixed = _share_mixed(call, loss, gradients) if looks else 0.0
+                if mixed > self._tolerance(theirs, seen.autocast):
                     return LossMismatchError(_MIXED)
                 if self._uneven > 1:  # other numbers of the same
                     return None
@@ -517,7 +512,7 @@ class Guard:
                 f"{_COPY_DIFFERS.format('other outputs')}"
             )
 
-        return Flag(_is_far(distance, self._tolerance(theirs, call)), error)
+        return Flag(_is_far(distance, self._tolerance(theirs, seen.autocast)), error)
 
     def compare_norms(
         self, measured: Tensor, released: Tensor, calls: Sequence[ForwardPass]
@@ -526,7 +521,7 @@ class Guard:
         [batch] each?
         """
         distance = _distance(measured, released)
-        tolerance = self._tolerance(released, calls[0])
+        tolerance = self._tolerance(released, calls[0].autocast)
 
         def error() -> Exception:
             apart, largest = distance.tolist()
@@ -574,12 +569,14 @@ class Guard:
         loss: IdentifiedLoss,
         gradients: ExampleGradients,
         ours: Tensor,
-        part: OwnedRows | None = None,
+        regrouped: Callable[[Evidence], Evidence],
         *,
         now: bool,
     ) -> None:
         """Now and then, or ``now``, raise unless the live model's losses on a batch equal the
         engine's, [batch].
+
+        ``regrouped`` gives what a call shows by example.
 
         Raises:
             RuntimeError: They differ: the model mixes examples, or something outside the modules'
@@ -600,7 +597,7 @@ class Guard:
         masks = replayed_masks(call.masks) if call.masks else contextlib.nullcontext()
         with torch.no_grad(), differentiable_twice(), buffers_kept(live), masks, autocast:
             call = replace(call, outputs=live(*call.args, **call.kwargs))
-        self.add(self.compare_losses(call, loss, gradients, ours, part))
+        self.add(self.compare_losses(regrouped(self.evidence(call, loss)), call, gradients, ours))
         self.raise_if_any()
         if not loss.is_models_own and losses.check_equal_weights(
             loss, call.outputs, self.targets(call)

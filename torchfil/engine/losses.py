@@ -250,7 +250,7 @@ def relative_differences(
         alone: a_i, the gradients of the loss of each example alone, [batch, …] for each tensor of
             the outputs.
         observed: b_i, those of the batch's loss, unscaled by the batch size.
-        weightings: w, [batch] or one number each.
+        weightings: w, [batch], [batch, K] or one number each.
     """
     largest = []  # for each output: max |w_i a_i − b_i| for each weighting, then max |b|
     for a, b in zip(tensors_of(alone), tensors_of(observed), strict=True):
@@ -258,7 +258,8 @@ def relative_differences(
             apart = [b]
             for weights in weightings:
                 if isinstance(weights, Tensor):
-                    weights = weights.to(a).reshape(-1, *[1] * (a.ndim - 1))
+                    weights = weights.to(a)
+                    weights = weights.reshape(*weights.shape, *[1] * (a.ndim - weights.ndim))
                 apart.append(a * weights - b)
             largest.append(torch.stack([each.abs().max() for each in apart]).double())
     size, *distances = torch.stack([each.to(largest[0].device) for each in largest]).amax(dim=0)

@@ -192,28 +192,12 @@ class OwnedRows:
         """The owners' rows, [batch, K, …], from tensors by row, [rows, …]."""
         return map_tensors(lambda leaf: leaf[self.index.to(leaf.device, non_blocking=True)], tree)
 
-    def by_row(self, leaf: Tensor, reduction: str) -> Tensor:
-        """∂ℓ_r of each row, in the order of :attr:`rows`, from ∂ℓ_o of the owners, [batch, K,
-        …].
-        """
-        by_row = leaf.flatten(0, 1)[self.places.to(leaf.device, non_blocking=True)]
-        if reduction == "sum":
-            return by_row
-        sizes = self.counts.repeat_interleave(self.counts).to(by_row, non_blocking=True)
-        return by_row * sizes.reshape(-1, *(1,) * (by_row.ndim - 1))
-
     def in_order(self, outputs: object) -> Any:
         """Outputs of the owners, [batch, K, …], in the order of the batch's rows."""
         places = self.places[self.rows.argsort()]
         return map_tensors(
             lambda leaf: leaf.flatten(0, 1)[places.to(leaf.device, non_blocking=True)], outputs
         )
-
-    def over_rows(self, losses: Tensor, reduction: str) -> Tensor:
-        """ℓ_o of the owners, [batch], from ℓ_r of all rows of the batch."""
-        own = (self.numbers >= 0).to(losses.device, non_blocking=True)
-        total = torch.where(own, self.grouped(losses), 0.0).sum(dim=1)
-        return total / own.sum(dim=1) if reduction == "mean" else total
 
 
 def rows_by_owner(

@@ -12,12 +12,13 @@ import contextlib
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchfil.engine.evidence import Evidence
 from torchfil.engine.forward import ForwardPass, LossInside, Observer, StartedGraph
 from torchfil.engine.guard import OTHER_OWN_LOSS, Guard
 from torchfil.engine.loader import is_target_name, make_current, plain, split_batch
@@ -26,7 +27,7 @@ from torchfil.engine.measure import Places, StepValues, Wanted, joined
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.passes import Passes
 from torchfil.engine.replica import Replica, buffers_kept
-from torchfil.engine.rows import OwnedRows
+from torchfil.engine.rows import OverRows, OwnedRows
 from torchfil.engine.run import Run
 from torchfil.fisher.gradients import ExampleGradients, differentiable_twice
 from torchfil.fisher.masks import call_and_record_masks, replayed_masks
@@ -350,17 +351,22 @@ class Step:
         assert values.losses is not None
         # if so, only the losses show whether the model mixes examples
         mapped = values.output_gradients is None
-        if from_loop and not mapped:
-            ours = values.output_gradients or ()
-            guard.add(
-                guard.compare_outputs(call, ours, row_loss, part, by_opacus=not wanted.summed)
-            )
-        elif from_loop:
-            guard.check_loss(call, row_loss, by_opacus=not wanted.summed)
-            guard.add(guard.compare_losses(call, row_loss, gradients, values.losses, part))
-        else:
+        by_opacus = not wanted.summed
+        look = partial(guard.check_loss, call, row_loss, by_opacus=by_opacus)
+
+        def regrouped(seen: Evidence) -> Evidence:
+            return seen.of_owners(part, loss) if isinstance(loss, OverRows) and part else seen
+
+        if not from_loop:
             guard.raise_if_any()
-            guard.check_live_model(call, row_loss, gradients, values.losses, part, now=mapped)
+            guard.check_live_model(call, row_loss, gradients, values.losses, regrouped, now=mapped)
+        elif mapped:
+            look()
+            seen = regrouped(guard.evidence(call, row_loss))
+            guard.add(guard.compare_losses(seen, call, gradients, values.losses))
+        else:
+            seen, ours = regrouped(guard.evidence(call, row_loss)), values.output_gradients or ()
+            guard.add(guard.compare_outputs(seen, ours, look, by_opacus=by_opacus))
         if wanted.summed:
             guard.check_norms(values.norm, values.losses)
         if not from_loop and self.replica.written and piece.is_first:
