@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torchfil
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -28,6 +30,11 @@ print(sorted(heavy & sys.modules.keys()))
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.splitlines() == ["[]", "False", "['scipy.stats']"]
+
+
+def test_completion_knows_what_is_imported_when_asked_for() -> None:
+    assert set(torchfil.__all__) <= set(dir(torchfil))
+    assert {"report", "gate", "FILPrivacyEngine"} <= set(dir(torchfil))
 
 
 def test_what_errors_tell_to_install_can_be_installed() -> None:

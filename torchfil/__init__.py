@@ -105,3 +105,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(f"torchfil.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'torchfil' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """For completion, what is imported when asked for, too."""
+    return sorted({*globals(), *__all__, *_FOLDERS})

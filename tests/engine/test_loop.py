@@ -594,6 +594,27 @@ def test_what_would_give_wrong_numbers_is_not_released(what: str, way: str) -> N
     assert taken(engine) == [1] * 6 + [0] * 18
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_that_are_not_finite_are_explained_at_the_first_step(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With secret batches too. The next batch is tried anew: nothing is known of the model."""
+    module, (x, y) = root(), examples()
+    finite = x.clone()
+    x[:] = 0.0
+    options = {"lr": 0.1, "poisson_sampling": True}
+    engine, model, optimizer, loader = start(module, (x, y), way, **options)
+    batches = iter(loader)
+    with pytest.raises(RuntimeError, match="is NaN or infinite, though its inputs are finite"):
+        step(engine, model, optimizer, *next(batches), way)
+    optimizer.zero_grad()
+    x.copy_(finite)
+    x, y = next(batches)
+    step(engine, model, optimizer, x, y, way)
+    assert sum(taken(engine)) == len(x) > 0
+    assert "mapped over examples" not in caplog.text
+
+
 @pytest.mark.parametrize(("way", "clear"), [("hooks", True), ("auto", True), ("auto", False)])
 def test_a_sum_is_not_released_twice(way: str, clear: bool) -> None:
     """model.zero_grad() does not reach the clipped sums, and a loop may clear nothing at all."""

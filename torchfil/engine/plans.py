@@ -11,6 +11,7 @@ import torch
 from torchfil.engine.replica import Replica
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.recording import Plan, plan
+from torchfil.fisher.recording.plan import NOT_FINITE
 from torchfil.utils.trees import form_of, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ class Plans:
                 facts=found.facts,
             )
         found = replace(found, bytes_per_example=-(-found.bytes_per_example // tried))
-        if len(gradients) > 1:  # one example cannot show whether examples mix
+        # one example cannot show whether examples mix, and the next batch may be finite
+        if len(gradients) > 1 and found.reason != NOT_FINITE:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
                 self._fitting.clear()

@@ -160,7 +160,7 @@ def poisson_amplification(rho: Tensor | float, q: float) -> tuple[Tensor, Tensor
     below 1e-9 for ρ ≥ 0 and q from 1e-6 to 1. Not differentiable.
 
     Args:
-        rho: ‖g̃‖/s ≥ 0, any shape.
+        rho: ‖g̃‖/s ≥ 0, any shape; NaN gives NaN.
         q: The sampling rate, in (0, 1].
 
     Returns:
@@ -176,18 +176,19 @@ def poisson_amplification(rho: Tensor | float, q: float) -> tuple[Tensor, Tensor
     rho = torch.as_tensor(rho, dtype=None if isinstance(rho, Tensor) else torch.float64).detach()
     # then its numbers cannot be read
     capturing = rho.is_cuda and torch.cuda.is_current_stream_capturing()
-    if not capturing and bool((~(rho >= 0)).any()):
-        raise ValueError(f"rho must be ≥ 0, got {rho[~(rho >= 0)].flatten()[0].item()}")
+    if not capturing and bool((rho < 0).any()):
+        raise ValueError(f"rho must be ≥ 0, got {rho[rho < 0].flatten()[0].item()}")
 
     # Chebyshev polynomials on the piece that holds ρ; T_k(x) = cos(k arccos x)
     table = _table(float(q), rho.device)  # [2, pieces, degree + 1]
-    position = (rho.double() / _PIECE).clamp(max=_PIECES - 1e-9)
+    position = (rho.double().nan_to_num(nan=0.0) / _PIECE).clamp(max=_PIECES - 1e-9)
     piece = position.long()
     local = (2 * (position - piece) - 1).clamp(-1, 1)
     order = torch.arange(_DEGREE + 1, device=rho.device, dtype=torch.float64)
     basis = torch.cos(order * torch.acos(local)[..., None])  # [..., degree + 1]
     factors = (table[:, piece] * basis).sum(dim=-1).exp().clamp(max=1)  # [2, ...]
-    perp, par = factors.masked_fill(rho >= _PIECE * _PIECES, 1).to(rho.dtype)
+    factors = factors.masked_fill(rho >= _PIECE * _PIECES, 1).masked_fill(rho.isnan(), math.nan)
+    perp, par = factors.to(rho.dtype)
     return perp, par
 
 

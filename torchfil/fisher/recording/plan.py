@@ -35,6 +35,7 @@ _FAR_ENOUGH = 0.1  # of a parameter's size
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 _ROUNDING = 1e-2  # a tolerance that rounding in bfloat16 and float16 keeps
+NOT_FINITE = "the gradient of an example of the trial is NaN or infinite"
 _ROUNDED = (
     "the trial did not run in float64, and in the model's own bfloat16 or float16 rounding alone "
     "can explain what it found: weights in float32, or more memory at the first step, show "
@@ -238,6 +239,8 @@ def _apart(
 ) -> tuple[str | None, list[str]]:
     """:func:`_difference`, by more than this tolerance."""
     squares, summed = plain.gradients.square().sum(dim=1), plain.gradients.sum(dim=0)
+    if not squares.isfinite().all():
+        return NOT_FINITE, []
     if not torch.allclose(
         recorded.squares, squares, rtol=tolerance, atol=tolerance * float(squares.max())
     ):
