@@ -72,7 +72,7 @@ def test_the_file_says_what_the_engine_says(trained: Any, tmp_path: Path) -> Non
     success = run.bounds["rero"]["success"]
     assert all(s >= p - 0.01 for s, p in zip(success, run.bounds["rero"]["prior"], strict=True))
     assert success == sorted(success)
-    assert run.history["step"].tolist() == list(range(1, 13))
+    assert run.history["step"].tolist() == [8, 12]
     fil = np.nan_to_num(run.columns["fil"])  # those that were not measured count as 0
     assert run.history["fil_max"][-1] == pytest.approx(fil.max())
     assert run.history["fil_median"][-1] == pytest.approx(

@@ -351,7 +351,7 @@ def _history(
     """η̄ over training time, and ε."""
     ledger = leakage.ledger
     steps, points = training.run.timeline.table(
-        ledger.steps, ledger.sums["trace"], ledger.own_coordinates
+        ledger.steps, ledger.traces(), ledger.own_coordinates
     )
     history = {"step": np.asarray(steps, dtype=np.int64)}
     history |= {
