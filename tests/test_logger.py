@@ -20,7 +20,7 @@ from torchfil.integrations.logger import EXPONENTS, point_of
 from torchfil.questions import Absent
 from torchfil.report.summary import summarise
 from torchfil.run import baselines
-from torchfil.run.series import CountSeries, Levels
+from torchfil.run.disclosure import CountSeries, Levels
 
 N, STEPS = 80, 24
 

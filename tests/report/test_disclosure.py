@@ -1,10 +1,13 @@
-"""Attacks on the public page: differences of groups, and the best linear guess from all that is
-published.
+"""Proofs of :mod:`torchfil.run.disclosure`: what is published tells of nobody or of ten or more.
+
+Counts are enumerated; counts over the course of training, groups and their means are attacked: by
+differences, and by the best linear guess from all that is published.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,11 +18,35 @@ from tests.report.pages import files_of, summary_of
 from tests.report.run_cases import made_up
 from torchfil.report import SavedRun, write_report
 from torchfil.report.comparison import compare_runs
-from torchfil.report.groups import Grouping, GroupSummary, joined, split_beside
+from torchfil.report.groups import Grouping, GroupSummary
 from torchfil.report.summary import summarise
+from torchfil.run.disclosure import (
+    CountSeries,
+    Levels,
+    joined,
+    published_count,
+    split_beside,
+)
 from torchfil.run.saved_run import Attributes
 
 SMALLEST = 10
+
+
+class TestCounts:
+    """Every count up to 60, and every two of nested sets, for every least group up to 12."""
+
+    @pytest.mark.parametrize("smallest", range(2, 13))
+    def test_neither_a_count_nor_a_difference_tells_of_few(self, smallest: int) -> None:
+        may_be: dict[int | str, set[int]] = {}
+        for count in range(5 * smallest):
+            may_be.setdefault(published_count(count, smallest), set()).add(count)
+        few = may_be.pop(f"fewer than {smallest}")
+        assert few == set(range(1, smallest)), "that there are some, and not how many"
+        assert may_be[0] == {0}
+        assert all(shown % smallest == 0 for shown in may_be)
+        for one, other in itertools.combinations_with_replacement(sorted(may_be), 2):
+            apart = {b - a for a in may_be[one] for b in may_be[other] if b >= a}
+            assert not apart <= few, "always nobody, or enough, may stand behind the difference"
 
 
 def run_of(fil: np.ndarray, groups: dict[str, np.ndarray]) -> SavedRun:
@@ -275,3 +302,150 @@ class TestCells:
         run = made_up(40)
         run.columns["participations"] = np.zeros(40, dtype=np.int64)  # nothing measured
         assert [grouping.groups for grouping in summarise(run, redacted=True).groupings] == [[], []]
+
+
+# ---------------------------------------------------------------------- counts over time
+
+
+def walks(seed: int, n: int = 150, steps: int = 80, movers: int = 4, scale: int = 12) -> np.ndarray:
+    """Levels of n examples over time, of whom a few move at a step, mostly down, [steps, n]."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(scale // 2, scale, n)
+    found = []
+    for _ in range(steps):
+        rows = rng.choice(n, movers, replace=False)
+        codes = codes.copy()
+        codes[rows] = np.clip(codes[rows] + rng.choice([-3, -2, -1, 1], movers), 0, scale - 1)
+        found.append(codes)
+    return np.stack(found)
+
+
+def told_counts(
+    codes: np.ndarray, scale: int, *, with_empty: bool = True
+) -> list[tuple[int, np.ndarray, int]]:
+    """Step, members and count of all that is published: up to a level, and between two that follow
+    each other.
+    """
+    series, found = CountSeries(SMALLEST), []
+    for step, own in enumerate(codes):
+        told = series.publish({"x": Levels(own, scale, with_empty=with_empty)})["x"]
+        found += [(step, own <= level, count) for level, count in told.items()]
+        for (low, less), (high, more) in itertools.pairwise(told.items()):
+            found.append((step, (low < own) & (own <= high), more - less))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("with_empty", [True, False])
+def test_any_two_published_sets_differ_by_nobody_or_by_many(seed: int, with_empty: bool) -> None:
+    codes = walks(seed)
+    n, told = codes.shape[1], told_counts(codes, 12, with_empty=with_empty)
+    sets = [members for _, members, _ in told]
+    for one, other in itertools.combinations([np.zeros(n, dtype=bool), *sets], 2):
+        apart = int((one != other).sum())
+        assert apart == 0 or apart >= SMALLEST
+        assert apart == n or n - apart >= SMALLEST
+    for _, members, count in told:
+        assert abs(int(members.sum()) - count) <= SMALLEST
+    steps = {step for step, _, _ in told}
+    assert len(steps) > 10, "the series goes on"
+    assert 0 in steps
+
+
+def test_names_are_kept_apart_from_each_other_too() -> None:
+    """Two scales that hold nearly the same examples: the second one's counts are left out."""
+    codes = np.repeat([0, 1], [50, 50])
+    nearly = codes.copy()
+    nearly[:3] = 1
+    series = CountSeries(SMALLEST)
+    assert series.publish({"a": Levels(codes, 2), "b": Levels(nearly, 2)}) == {
+        "a": {0: 50},
+        "b": {},
+    }
+    assert series.publish({"a": Levels(codes, 2), "b": Levels(1 - codes, 2)}) == {
+        "a": {0: 50},
+        "b": {0: 50},
+    }
+    # those who are not counted, but for three, would be told by a sum with n
+    assert CountSeries(SMALLEST).publish({"a": Levels(codes, 2), "b": Levels(1 - nearly, 2)}) == {
+        "a": {0: 50},
+        "b": {},
+    }
+
+
+class TestWhoMoved:
+    """Batches of one example, known to the attacker, who sees a count change and names the
+    batch.
+    """
+
+    def moves(self, seed: int) -> np.ndarray:
+        codes = [np.ones(120, dtype=np.int64)]
+        for row in np.random.default_rng(seed).permutation(120)[:60]:
+            codes.append(codes[-1].copy())
+            codes[-1][row] = 0
+        return np.stack(codes)
+
+    def candidates(self, told: list[tuple[int, int]], codes: np.ndarray) -> list[int]:
+        """For every pair of points with different counts: how many examples may explain it."""
+        found = []
+        for (one, count), (other, then) in itertools.combinations(told, 2):
+            if count != then:
+                found.append(int((codes[one] != codes[other]).sum()))
+        return found
+
+    def test_the_attack_works_on_pages_of_single_steps(self) -> None:
+        codes = self.moves(0)
+        told = [
+            (step, published_count(int((own == 0).sum()), SMALLEST))
+            for step, own in enumerate(codes)
+        ]
+        assert 1 in self.candidates(told, codes), "rounding alone names the one who crossed"
+
+    def test_nobody_can_be_named_in_the_series(self) -> None:
+        for seed in range(5):
+            codes = self.moves(seed)
+            told = [(step, count) for step, _, count in told_counts(codes, 2)]
+            found = self.candidates(told, codes)
+            assert len(told) >= 5
+            assert min(found) >= SMALLEST
+
+
+@pytest.mark.parametrize("least", [1, 4, 20])
+def test_neither_the_least_nor_the_largest_shows(least: int) -> None:
+    """On a fine scale, moving one outlier changes nothing that is told."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(30, 90, 300)
+    told = []
+    for low, high in ((30, 89), (least, 89), (30, 89 + least), (0, 127)):
+        codes[0], codes[1] = low, high
+        told.append(CountSeries(SMALLEST).publish({"x": Levels(codes, 129, with_empty=False)}))
+    assert told[0] == told[1] == told[2] == told[3]
+    assert len(told[0]["x"]) > 10
+
+
+def test_small_runs_tell_nothing() -> None:
+    assert CountSeries(SMALLEST).publish({"x": Levels(np.arange(9) % 2, 2)}) == {"x": {}}
+    assert CountSeries(SMALLEST).publish({"x": Levels(np.zeros(0, dtype=np.int64), 2)}) == {
+        "x": {0: 0}
+    }
+
+
+def test_examples_of_a_stream_join() -> None:
+    """Between two counts ten examples or more have joined, or nobody has."""
+    series, told = CountSeries(SMALLEST), []
+    for n in range(20, 60, 3):
+        told.append((n, series.publish({"x": Levels(np.arange(n) % 2, 2)})["x"].get(0)))
+    published = [n for n, count in told if count is not None]
+    assert published[0] == 20
+    assert len(published) > 1
+    assert all(
+        after // 2 - before // 2 >= SMALLEST for before, after in itertools.pairwise(published)
+    )
+
+    # those above a level, too, of whom fewer than ten may have joined
+    series, codes = CountSeries(SMALLEST), np.repeat([0, 1], [50, 50])
+    assert series.publish({"x": Levels(codes, 2)}) == {"x": {0: 50}}
+    for above, told in ((3, {}), (12, {0: 60})):
+        assert series.publish(
+            {"x": Levels(np.concatenate([codes, np.repeat([0, 1], [12, above])]), 2)}
+        ) == {"x": told}

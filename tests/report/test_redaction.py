@@ -16,7 +16,7 @@ from tests.report.pages import files_of, summary_of, text_of
 from tests.report.run_cases import made_up, owned, with_records
 from torchfil.report import SavedRun, write_report
 from torchfil.report.summary import summarise
-from torchfil.run.statistics import histogram, windows
+from torchfil.run.disclosure import histogram, windows
 
 N = 240
 

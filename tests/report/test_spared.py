@@ -15,7 +15,7 @@ from tests.report.pages import files_of, summary_of, table_data, text_of
 from tests.report.run_cases import SPARED, made_up
 from torchfil.report import write_report
 from torchfil.report.summary import summarise
-from torchfil.run.statistics import published_count, summarise_spared
+from torchfil.run.disclosure import published_count
 
 
 def test_ids_and_weights_stand_in_the_private_table(
@@ -79,7 +79,8 @@ def test_nothing_of_single_examples_is_public(tmp_path: Path) -> None:
 def test_public_counts_are_rounded() -> None:
     run = made_up(240, rounds={**made_up().rounds, "num_spared": np.asarray([0, 127])})
     run.columns["clip_weight"][:127] = 0.5
-    spared = summarise_spared(run, 10)
+    spared = summarise(run, redacted=True).spared
+    assert spared is not None
     assert (spared.examples, spared.smallest_weight) == (130, None)
     assert spared.rounds == {"num_spared": [0, 130], "fresh": [False, True]}
     assert [published_count(count, 10) for count in (0, 1, 9, 10)] == [

@@ -3,7 +3,7 @@ and Aim.
 
 Dashboards are shared, so that by default nothing in them is about few people: counts of at least
 ``min_group`` examples on scales that were fixed beforehand, and no two of them, of whatever steps,
-differ by fewer (:mod:`torchfil.run.series`).
+differ by fewer (:mod:`torchfil.run.disclosure`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torchfil.engine.watching import surviving
 from torchfil.report.charts import TONES
 from torchfil.report.summary import FALSE_POSITIVE_RATE
 from torchfil.run import baselines
+from torchfil.run.disclosure import CountSeries, Levels, smallest_group
 from torchfil.run.saved_run import SavedRun
-from torchfil.run.series import CountSeries, Levels
 
 __all__ = ["LeakageLogger", "writer_of"]
 
@@ -193,14 +193,10 @@ class LeakageLogger:
         min_group: int = 10,
         prefix: str = "privacy/",
     ) -> None:
-        if not min_group >= 2:
-            raise ValueError(
-                f"min_group={min_group} must be at least 2: a group of one is an example"
-            )
         check_delta(delta)
         self.writers = [_Surviving(writer) for writer in writers]
         self.delta, self.every, self.min_group, self.prefix = delta, every, min_group, prefix
-        self._series, self._kept = CountSeries(min_group), Kept()
+        self._series, self._kept = CountSeries(smallest_group(True, min_group)), Kept()
         self._engine: FILPrivacyEngine | None = None
         self._stop: Callable[[], None] = lambda: None
 

@@ -10,7 +10,7 @@ Closed forms have h = 0, and any difference counts. Of examples that did not mov
 twenty clearly does by chance, where intervals are estimates.
 
 Made for publication, nothing rests on fewer than ``min_group`` examples: see
-:mod:`torchfil.report.groups`. Groups are those of the first run, cut the same way for both; runs
+:mod:`torchfil.run.disclosure`. Groups are those of the first run, cut the same way for both; runs
 whose examples differ by a few are refused, for the difference of two published numbers would be
 theirs.
 """
@@ -19,23 +19,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import permutations
 
 import numpy as np
 
 from torchfil.report.formats import lines_of
-from torchfil.report.groups import joined, split_beside
 from torchfil.report.summary import class_counts
 from torchfil.run import baselines
-from torchfil.run.baselines import BELOW, CLASSES, UNTOLD
-from torchfil.run.matching import check_alike, clearly_moved, matched, setting
-from torchfil.run.saved_run import SavedRun, jumps_of
-from torchfil.run.statistics import (
-    geometric_mean,
+from torchfil.run.baselines import BELOW, BEYOND, CLASSES, UNTOLD
+from torchfil.run.disclosure import (
+    check_enough,
+    how_many,
+    joined,
     levels_of,
     published_count,
-    rounded,
+    published_mean,
     rounded_count,
+    smallest_group,
+    split_beside,
 )
+from torchfil.run.matching import check_alike, clearly_moved, matched, setting
+from torchfil.run.saved_run import SavedRun, jumps_of
 from torchfil.run.unit import Unit
 
 SETTINGS = {
@@ -202,54 +206,52 @@ def compare_runs(
         >>> compare_runs(run, run).nothing_moved
         True
     """
-    if not min_group >= 2:
-        raise ValueError(f"min_group={min_group} must be at least 2: a group of one is an example")
-    smallest = min_group if redacted else 1
+    smallest = smallest_group(redacted, min_group)
     check_alike(before, after)
     sizes = len(before), len(after)
     before, after = matched(before, after)
     if redacted:
         check_enough(sizes, len(before), smallest)
 
-    # nobody is newly exposed who was untold before: nothing says that it was protected
-    settings = [
-        (text, setting(before, name), setting(after, name)) for name, text in SETTINGS.items()
-    ]
     found = _exposures(before, after)
     newly = no_longer = None
     moved: dict[tuple[int, int], int | str] = {}
     if found is not None:
-        newly, no_longer = (
-            (one <= BELOW) & (other != UNTOLD) & (other > BELOW)
-            for one, other in (found[::-1], found)
-        )
-        codes, counts = np.unique(len(CLASSES) * found[0] + found[1], return_counts=True)
-        moves_by_class = zip(codes.tolist(), counts.tolist(), strict=True)
-        moved = {
-            divmod(code, len(CLASSES)): published_count(some, smallest)
-            for code, some in moves_by_class
-        }
+        # nobody is newly exposed who was untold before: nothing says that it was protected
+        newly = (found[0] == BEYOND) & (found[1] <= BELOW)
+        no_longer = (found[0] <= BELOW) & (found[1] == BEYOND)
+        for one, other in permutations(CLASSES, 2):
+            which = (found[0] == one) & (found[1] == other)
+            if which.any():
+                moved[one, other] = how_many(which, smallest)
     bounds = before.column("mse_bound"), after.column("mse_bound")
     moves = Moves(np.asarray(before.ids), *bounds, clearly_moved(before, after), newly)
+    settings = [
+        (text, setting(before, name), setting(after, name)) for name, text in SETTINGS.items()
+    ]
     models = zip(("first", "second"), map(jumps_of, (before.about, after.about)), strict=True)
     no_bound = "run’s model is not smooth, so its error bounds are no guarantees"
     notes = [f"The {which} {no_bound}: {jumps}." for which, jumps in models if jumps]
+    sides = [
+        _side(run, size, classes, smallest)
+        for run, size, classes in zip((before, after), sizes, found or (None, None), strict=True)
+    ]
     return Comparison(
         redacted=redacted,
         smallest=smallest,
         unit=before.unit,
-        before=_side(before, sizes[0], None if found is None else found[0], smallest),
-        after=_side(after, sizes[1], None if found is None else found[1], smallest),
+        before=sides[0],
+        after=sides[1],
         matched=rounded_count(len(before), smallest),
         settings=[(text, one, other) for text, one, other in settings if one != other],
         ratio=_ratio(*bounds, smallest),
         expected=_expected(before, after),
         exact=all(run.about.get("kind") == "linear" for run in (before, after)),
-        less=published_count(int((moves.clearly > 0).sum()), smallest),
-        more=published_count(int((moves.clearly < 0).sum()), smallest),
-        newly_exposed=_count(newly, smallest),
-        no_longer=_count(no_longer, smallest),
-        moved={pair: some for pair, some in moved.items() if pair[0] != pair[1]},
+        less=how_many(moves.clearly > 0, smallest),
+        more=how_many(moves.clearly < 0, smallest),
+        newly_exposed=None if newly is None else how_many(newly, smallest),
+        no_longer=None if no_longer is None else how_many(no_longer, smallest),
+        moved=moved,
         attributes=_attributes(before, after, smallest),
         questions=_questions(before, after, smallest, notes),
         groups=_groups(before, after, smallest, notes),
@@ -274,19 +276,11 @@ def _exposures(before: SavedRun, after: SavedRun) -> tuple[np.ndarray, np.ndarra
 
     None otherwise.
     """
-    blind = baselines.blind_error_of_inputs(before), baselines.blind_error_of_inputs(after)
-    if (
-        blind[0] is None
-        or blind[1] is None
-        or not np.allclose(blind[0], blind[1], rtol=1e-6, atol=0)
-    ):
+    blind, blind_after = (baselines.blind_error_of_inputs(run) for run in (before, after))
+    one, other = (baselines.exposure_of(run) for run in (before, after))
+    if blind is None or blind_after is None or one is None or other is None:
         return None
-    one, other = baselines.exposure_of(before), baselines.exposure_of(after)
-    return None if one is None or other is None else (one, other)
-
-
-def _count(which: np.ndarray | None, smallest: int) -> int | str | None:
-    return None if which is None else published_count(int(which.sum()), smallest)
+    return (one, other) if np.allclose(blind, blind_after, rtol=1e-6, atol=0) else None
 
 
 def _side(run: SavedRun, examples: int, classes: np.ndarray | None, smallest: int) -> Side:
@@ -295,11 +289,11 @@ def _side(run: SavedRun, examples: int, classes: np.ndarray | None, smallest: in
         title=str(run.about.get("title") or "a saved run"),
         examples=examples,
         alone=published_count(examples - len(run), smallest),
-        fil=rounded(geometric_mean(run.column("fil"), smallest), smallest),
+        fil=published_mean(run.column("fil"), smallest),
         bound=levels_of(run.column("mse_bound"), smallest, levels=(0.0, 0.5), power=2),
         low_end=low_end if "mse_bound_low" in run.columns else None,
         classes=class_counts(run, classes, smallest),
-        exposed=None if classes is None else _count(classes <= BELOW, smallest),
+        exposed=None if classes is None else how_many(classes <= BELOW, smallest),
     )
 
 
@@ -314,7 +308,7 @@ def _ratio(before: np.ndarray, after: np.ndarray, smallest: int) -> dict[str, fl
         return {}
     levels = {} if smallest > 1 else {"0": 0.0, "0.5": 0.5, "1": 1.0}
     quantiles = {name: float(np.quantile(ratio, level)) for name, level in levels.items()}
-    return {"mean": rounded(geometric_mean(ratio, smallest, 2), smallest), **quantiles}
+    return {"mean": published_mean(ratio, smallest, 2), **quantiles}
 
 
 def _worst(
@@ -324,24 +318,20 @@ def _worst(
     the worst.
     """
     known = (values[~np.isnan(values)].astype(np.float64) for values in (before, after))
-    both = [levels_of(sign * values, smallest, sign=sign, levels=(0.0,)) for values in known]
-    return [Pair(name, both[0]["0"], both[1]["0"])] if all("0" in levels for levels in both) else []
+    worst = [levels_of(own, smallest, levels=(0.0,), by=sign * own) for own in known]
+    return [Pair(name, *(levels["0"] for levels in worst))] if all(worst) else []
 
 
 def _attributes(before: SavedRun, after: SavedRun, smallest: int) -> list[Pair]:
     one, other = before.attributes, after.attributes
     if one is None or other is None:
         return []
-    pairs, places = (
-        [],
-        {named: place for place, named in enumerate(zip(other.names, other.units, strict=True))},
-    )
+    places = {named: at for at, named in enumerate(zip(other.names, other.units, strict=True))}
+    pairs = list[Pair]()
     for place, (name, unit) in enumerate(zip(one.names, one.units, strict=True)):
         if (name, unit) in places:
-            errors, errors_after = (
-                np.asarray(one.shown[:, place]),
-                np.asarray(other.shown[:, places[name, unit]]),
-            )
+            errors = np.asarray(one.shown[:, place])
+            errors_after = np.asarray(other.shown[:, places[name, unit]])
             pairs += _worst(f"{name}, {unit}" if unit else name, errors, errors_after, smallest, 1)
     return pairs
 
@@ -375,19 +365,10 @@ def _groups(
             continue
         split = split_beside(labels, smallest, cells)
         cells = joined(cells, split)
-        named = (
-            [*split.names, f"{split.merged} small groups together"] if split.merged else split.names
-        )
-        pairs = [
-            Pair(
-                label,
-                *(
-                    rounded(geometric_mean(own[split.codes == code], smallest), smallest)
-                    for own in both
-                ),
-            )
-            for code, label in enumerate(named)
-        ]
+        pairs = []
+        for code, label in enumerate(split.shown()):
+            means = (published_mean(own[split.codes == code], smallest) for own in both)
+            pairs.append(Pair(label, *means))
         groups[name] = sorted(
             pairs, key=lambda pair: -pair.before if math.isfinite(pair.before) else 0.0
         )
@@ -421,21 +402,3 @@ def changes(comparison: Comparison) -> list[tuple[str, object, object]]:
         ("of these not compared", before.alone, after.alone),
     ]
     return [row for row in rows if row[1] is not None or row[2] is not None]
-
-
-def check_enough(sizes: tuple[int, int], matched: int, smallest: int) -> None:
-    """A public number over all, beside the same of the run's own public page, tells of those that
-    differ.
-    """
-    if not matched >= smallest:
-        raise ValueError(
-            f"{matched} examples are in both runs, fewer than min_group={smallest}: nothing may "
-            "be told"
-        )
-    for size in sizes:
-        if 0 < size - matched < smallest:
-            raise ValueError(
-                f"{size - matched} of {size:,} examples of one run are not compared (no partner, "
-                "or not measured): beside that run's own public page, numbers would tell of "
-                f"fewer than min_group={smallest}"
-            )

@@ -17,47 +17,25 @@ from torchfil.gate.rules import Verdict
 from torchfil.report.groups import Grouping, summarise_groups
 from torchfil.report.signature import Signature
 from torchfil.run import baselines
-from torchfil.run import statistics as stats
-from torchfil.run.saved_run import (
-    AttackRecord,
-    QuestionRecord,
-    SavedRun,
-    audited_epsilon,
-    jumps_of,
-    value_at,
+from torchfil.run.disclosure import (
+    PUBLIC_HISTORY,
+    Histogram,
+    histogram,
+    how_many,
+    levels_of,
+    public_facts,
+    published_count,
+    published_mean,
+    rounded,
+    smallest_group,
+    windows,
 )
+from torchfil.run.saved_run import AttackRecord, QuestionRecord, SavedRun, jumps_of, value_at
+from torchfil.run.statistics import is_spared
 from torchfil.run.unit import Facts
 
 LEVELS = (0.0, 0.5, 0.05, 0.25, 0.95, 0.01, 0.75)  # by exposure: 0 is the most exposed
 FALSE_POSITIVE_RATE = 0.01  # at which attackers on questions are compared
-_MECHANISM = """unit unit_names row_reduction rows_per_owner
-    sigma l2 releases noise_multiplier max_grad_norm clip noise sample_rate expected_batch_size
-    steps poisson stream amplification estimator num_probes probe_precision fil_rate rel_error
-    steps_paused loss"""
-PUBLIC = {
-    **dict.fromkeys(
-        ("kind", "title", "created", "epsilon", "delta", "accountant", "exact", "unit_of_inputs")
-    ),
-    "model": ("class", "name", "num_parameters", "not_smooth"),
-    "dataset": ("num_examples", "num_coordinates", "input_shape", "input_range"),
-    "mechanism": tuple(_MECHANISM.split()),
-    "versions": ("torchfil", "torch", "opacus", "python"),
-    # neither how many pilots there were nor whether their target was met: both rest on the most
-    # exposed example; nothing of "equalised", whose target may be read off an example
-    "noise_choice": ("target", "confidence"),
-    "merged": ("runs", "epsilon_of_all"),
-    # canaries are not people; but some copy an example's inputs, and a rate may rest on few of them
-    "audit": (
-        "epsilon",
-        "claimed",
-        "num_canaries",
-        "kind",
-        "confidence",
-        "p_value",
-        "exceeds_claim",
-        "ceiling",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -155,6 +133,23 @@ class QuestionSummary:
 
 
 @dataclass(frozen=True)
+class SparedSummary:
+    """How many examples had ω < 1, and the rounds of training that chose the weights.
+
+    Attributes:
+        examples: How many.
+        smallest_weight: The smallest ω; None in a redacted summary, for it is one example's.
+        rounds: The columns of ``SavedRun.rounds``; of a redacted summary only how many were spared,
+            rounded as all counts are: the worst bound is one example's, a mean over a group may be,
+            and what a score is made from is not known.
+    """
+
+    examples: int | str
+    smallest_weight: float | None
+    rounds: dict[str, list[float | int | str | bool]]
+
+
+@dataclass(frozen=True)
 class Summary:
     """All of it. With ``smallest`` > 1 it holds nothing about fewer examples than that.
 
@@ -182,15 +177,15 @@ class Summary:
     exposure: list[ExposureLevel]
     lowest_end: float | None
     bounds: Facts
-    mse_histogram: stats.Histogram | None
-    ratio_histogram: stats.Histogram | None
+    mse_histogram: Histogram | None
+    ratio_histogram: Histogram | None
     epsilon: dict[str, float]
     attributes: list[AttributeSummary]
     groupings: list[Grouping]
     attacks: list[AttackSummary]
     questions: list[QuestionSummary]
     history: dict[str, list[float]]
-    spared: stats.SparedSummary | None = None
+    spared: SparedSummary | None = None
 
     @property
     def tracked(self) -> list[AttributeSummary]:
@@ -233,9 +228,7 @@ def summarise(
     examples could try values of the last until the hash fits, and repeat every probe. What
     ``policy`` states of a blind guess counts.
     """
-    if not min_group >= 2:
-        raise ValueError(f"min_group={min_group} must be at least 2: a group of one is an example")
-    smallest = min_group if redacted else 1
+    smallest = smallest_group(redacted, min_group)
     status = baselines.status_of(run)
     measured = status != baselines.NOT_MEASURED
     fil, bound = (run.column(name)[measured] for name in ("fil", "mse_bound"))
@@ -250,15 +243,15 @@ def summarise(
     classes = exposed = None
     if ratios is not None:
         classes = baselines.classes_of_ratios(ratios)
-        exposed = stats.published_count(int((ratios < 1).sum()), smallest)
+        exposed = how_many(ratios < 1, smallest)
 
     return Summary(
         redacted=redacted,
         smallest=smallest,
-        about=_public(run.about) if redacted else run.about,
+        about=public_facts(run.about) if redacted else run.about,
         examples=len(run.ids),
-        not_measured=stats.published_count(int((~measured).sum()), smallest),
-        lower_bounds=stats.published_count(int((status == baselines.LOWER_BOUND).sum()), smallest),
+        not_measured=how_many(~measured, smallest),
+        lower_bounds=how_many(status == baselines.LOWER_BOUND, smallest),
         blind=blind,
         knows=None if blind is None or spread is None else spread.knows,
         classes=class_counts(run, classes, smallest),
@@ -266,7 +259,7 @@ def summarise(
         exposure=_exposure(fil, bound, low, lowest_end, blind, smallest),
         lowest_end=lowest_end,
         bounds={name: run.bounds[name] for name in ("rdp_mse_bound", "rero") if name in run.bounds},
-        mse_histogram=stats.histogram(
+        mse_histogram=histogram(
             bound, smallest, fineness=8 if redacted else 12, origin=blind and blind**2
         ),
         ratio_histogram=None if ratios is None or redacted else _ratio_histogram(ratios),
@@ -276,7 +269,7 @@ def summarise(
         attacks=[_attack(attack, smallest) for attack in run.attacks],
         questions=[_question(question, measured, smallest) for question in run.questions],
         history=_history(run.history, redacted),
-        spared=stats.summarise_spared(run, smallest),
+        spared=_spared(run, smallest),
     )
 
 
@@ -287,24 +280,10 @@ def _epsilon(run: SavedRun, smallest: int) -> dict[str, float]:
     limit: float | None = run.about.get("epsilon")
     if limit is not None and not own.max(initial=0.0) <= limit * (1 + 1e-9):
         limit = None
-    levels = stats.levels_of(-own, smallest, sign=-1)
+    levels = levels_of(own, smallest, by=-own)
     return (
         levels if limit is None else {level: min(value, limit) for level, value in levels.items()}
     )
-
-
-def _public(about: Facts) -> Facts:
-    """Only what is known to say nothing about single examples."""
-    kept: Facts = {}
-    for key, inner in PUBLIC.items():
-        value = about.get(key)
-        if inner is not None and isinstance(value, dict):
-            kept[key] = {name: value[name] for name in inner if name in value}
-        elif inner is None and isinstance(value, str | int | float | bool):
-            kept[key] = value
-    if audit := kept.get("audit"):
-        audit["epsilon"] = audited_epsilon(audit)
-    return kept
 
 
 def _exposure(
@@ -317,28 +296,23 @@ def _exposure(
 ) -> list[ExposureLevel]:
     """The levels, the most exposed first, whose low end in public is the lowest of all."""
     order, rows = np.argsort(-fil, kind="stable"), list[ExposureLevel]()
-    for level, window in stats.windows(len(fil), LEVELS, smallest).items():
+    for level, window in windows(len(fil), LEVELS, smallest).items():
         columns = [(fil, 1), (bound, 2), *([] if low is None else [(low, 2)])]
         means = [
-            stats.geometric_mean(values[order[window]], smallest, power)
-            for values, power in columns
+            published_mean(values[order[window]], smallest, power) for values, power in columns
         ]
-        row = ExposureLevel(
-            level, len(order[window]), *(stats.rounded(mean, smallest) for mean in means)
-        )
+        row = ExposureLevel(level, len(order[window]), *means)
         if smallest > 1 and not rows:
             row = replace(row, mse_bound_low=lowest)
         if blind is not None:
             error = math.sqrt(row.mse_bound if row.mse_bound_low is None else row.mse_bound_low)
-            row = replace(
-                row,
-                ratio=stats.rounded(float(baselines.ratio_to_blind_guess(error, blind)), smallest),
-            )
+            ratio = float(baselines.ratio_to_blind_guess(error, blind))
+            row = replace(row, ratio=rounded(ratio, smallest))
         rows.append(row)
     return rows
 
 
-def _ratio_histogram(ratios: np.ndarray) -> stats.Histogram | None:
+def _ratio_histogram(ratios: np.ndarray) -> Histogram | None:
     """Counts of ratios, eight bins an octave: ½ and 1 are edges, and belong to the class above
     them.
 
@@ -346,7 +320,7 @@ def _ratio_histogram(ratios: np.ndarray) -> stats.Histogram | None:
     would tell of few.
     """
     told = ratios[~np.isnan(ratios)] * (1 + 1e-6)
-    return stats.histogram(told, 1, fineness=8 / math.log10(2), origin=1.0)
+    return histogram(told, 1, fineness=8 / math.log10(2), origin=1.0)
 
 
 def class_counts(run: SavedRun, classes: np.ndarray | None, smallest: int) -> dict[int, int | str]:
@@ -355,11 +329,8 @@ def class_counts(run: SavedRun, classes: np.ndarray | None, smallest: int) -> di
     Where these are None, how many are untold.
     """
     if classes is None:
-        return {
-            baselines.UNTOLD: stats.published_count(int((~baselines.is_told(run)).sum()), smallest)
-        }
-    counts = np.bincount(classes, minlength=len(baselines.CLASSES)).tolist()
-    return {each: stats.published_count(counts[each], smallest) for each in baselines.CLASSES}
+        return {baselines.UNTOLD: how_many(~baselines.is_told(run), smallest)}
+    return {each: how_many(classes == each, smallest) for each in baselines.CLASSES}
 
 
 def _lowest_end(low: np.ndarray | None, smallest: int) -> float | None:
@@ -367,27 +338,21 @@ def _lowest_end(low: np.ndarray | None, smallest: int) -> float | None:
         return None
     if smallest > 1:  # in public, one example without a lower end must not show as such
         low = np.where(np.isnan(low), 0.0, low)
-    return (
-        math.nan
-        if np.isnan(low).any()
-        else stats.levels_of(low, smallest, levels=(0.0,), power=2).get("0")
-    )
+    if np.isnan(low).any():
+        return math.nan
+    return levels_of(low, smallest, levels=(0.0,), power=2).get("0")
 
 
 def _question(question: QuestionRecord, measured: np.ndarray, smallest: int) -> QuestionSummary:
     rates = question.rate(FALSE_POSITIVE_RATE)[measured]
-    above = {
-        f"{level:g}": stats.published_count(int((rates > level).sum()), smallest)
-        for level in (0.05, 0.1, 0.5)
-    }
-    return QuestionSummary(
-        question.name, question.answers, stats.levels_of(-rates, smallest, sign=-1), above
-    )
+    above = {f"{level:g}": how_many(rates > level, smallest) for level in (0.05, 0.1, 0.5)}
+    levels = levels_of(rates, smallest, by=-rates)
+    return QuestionSummary(question.name, question.answers, levels, above)
 
 
 def _history(history: dict[str, np.ndarray], redacted: bool) -> dict[str, list[float]]:
-    """Series over steps; redacted: only ε, for a median or a maximum is one example's value."""
-    kept = ("step", "epsilon") if redacted else tuple(history)
+    """Series over steps."""
+    kept = PUBLIC_HISTORY if redacted else tuple(history)
     series = {
         name: np.asarray(history[name], dtype=np.float64).tolist()
         for name in kept
@@ -409,7 +374,7 @@ def _attributes(run: SavedRun, smallest: int, policy: Policy | None) -> list[Att
     stated = (None, None) if policy is None else (policy.attribute_spread, policy.blind_error)
     blind, spread = baselines.blind_errors(run, *stated), run.baselines
     told, public = baselines.is_told(run), smallest > 1
-    codes = baselines.public_classes(run) if len(blind) > 1 else np.zeros(len(run), dtype=np.int64)
+    codes = baselines.public_classes(run, len(blind))
     summaries = []
     for j, (name, unit) in enumerate(zip(run.attributes.names, run.attributes.units, strict=True)):
         errors = np.asarray(run.attributes.shown[:, j], dtype=np.float64)
@@ -419,22 +384,18 @@ def _attributes(run: SavedRun, smallest: int, policy: Policy | None) -> list[Att
         # an error, its ratio and the blind guess beside them are the same example's
         rank = errors if np.isnan(ratios).all() else ratios
         known = told & ~np.isnan(rank)
-        rank, errors, guess = (
-            rank[known],
-            np.nan_to_num(errors[known], posinf=math.inf),
-            blind[codes[known], j],
-        )
+        rank, guess = rank[known], blind[codes[known], j]
+        errors = np.nan_to_num(errors[known], posinf=math.inf)
         own = float(guess[rank.argmin()]) if len(rank) else math.nan
         ratios = ratios[~np.isnan(ratios)]
-        exposed = stats.published_count(int((ratios < 1).sum()), smallest)
         summaries.append(
             AttributeSummary(
                 name,
                 unit,
-                error={} if public and from_data else stats.levels_of(errors, smallest, by=rank),
+                error={} if public and from_data else levels_of(errors, smallest, by=rank),
                 lower_end=run.attributes.error_low is not None,
-                ratio=stats.levels_of(np.minimum(ratios, 1.0) if public else ratios, smallest),
-                exposed=exposed if len(ratios) >= max(smallest, 1) else None,
+                ratio=levels_of(np.minimum(ratios, 1.0) if public else ratios, smallest),
+                exposed=how_many(ratios < 1, smallest) if len(ratios) >= smallest else None,
                 blind=None if math.isnan(own) or (public and from_data) else own,
                 levels={} if public or spread is None else spread.levels.get(name, {}),
             )
@@ -452,18 +413,36 @@ def _attack(attack: AttackRecord, smallest: int) -> AttackSummary:
     def below(errors: np.ndarray | None) -> int | str | None:
         if few or errors is None:
             return None
-        return stats.published_count(int((errors < predicted)[bounded].sum()), smallest)
+        return how_many((errors < predicted)[bounded], smallest)
 
     return AttackSummary(
         attack.name,
         attack.threat_model,
-        stats.published_count(len(attack.rows), smallest),
-        stats.published_count(int(np.asarray(attack.violated).sum()), smallest),
-        {} if few else stats.levels_of(ratio[~np.isnan(ratio)], smallest, levels=(0.0, 0.5)),
+        published_count(len(attack.rows), smallest),
+        how_many(attack.violated, smallest),
+        {} if few else levels_of(ratio[~np.isnan(ratio)], smallest, levels=(0.0, 0.5)),
         attack.testable,
         attack.untestable or ("" if attack.testable else "one trial"),
         below(attack.achieved),
         below(attack.blind),
+    )
+
+
+def _spared(run: SavedRun, smallest: int) -> SparedSummary | None:
+    """None where no weights were given."""
+    if "clip_weight" not in run.columns and not run.rounds:
+        return None
+    public = smallest > 1
+    kept = [name for name in run.rounds if not public or name in ("num_spared", "fresh")]
+    rounds = {name: run.rounds[name].tolist() for name in kept}
+    if "num_spared" in rounds:
+        rounds["num_spared"] = [
+            published_count(int(count), smallest) for count in rounds["num_spared"]
+        ]
+    return SparedSummary(
+        how_many(is_spared(run), smallest),
+        None if public else float(np.min(run.clip_weights, initial=1.0)),
+        rounds,
     )
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from markupsafe import Markup, escape
 
 from torchfil.report.formats import number
-from torchfil.run.statistics import Histogram, round_step
+from torchfil.run.disclosure import Histogram
 from torchfil.utils.text import visible
 
 FULL, HALF = 1060, 500  # widths
@@ -37,6 +37,14 @@ def _tag(name: str, /, *children: str, **attributes: object) -> Markup:
     written = "".join(f' {key}="{safe(value)}"' for key, value in pairs)
     inside = "".join(safe(child) for child in children)
     return Markup(f"<{name}{written}>{inside}</{name}>" if children else f"<{name}{written}/>")
+
+
+def round_step(step: float) -> float:
+    """The next larger 1, 2 or 5 times a power of ten."""
+    if not step > 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step * (1 - 1e-12))
 
 
 @dataclass(frozen=True)

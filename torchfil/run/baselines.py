@@ -70,11 +70,12 @@ def range_error(about: Facts) -> float | None:
     return float(ends[1] - ends[0]) / 2
 
 
-def public_classes(run: SavedRun) -> np.ndarray:
-    """The place of each example's public class among those of the baselines, [n]; 0 where there is
+def public_classes(run: SavedRun, count: int) -> np.ndarray:
+    """The place of each example's public class among ``count`` blind guesses, [n]; 0 where there is
     one for all.
     """
-    return np.asarray(run.columns.get("public_class", np.zeros(len(run), dtype=np.int64)))
+    classes = np.asarray(run.columns.get("public_class", np.zeros(len(run), dtype=np.int64)))
+    return np.minimum(classes, count - 1)
 
 
 def blind_error_of_inputs(run: SavedRun, stated: float | None = None) -> np.ndarray | None:
@@ -88,7 +89,7 @@ def blind_error_of_inputs(run: SavedRun, stated: float | None = None) -> np.ndar
         stated: What the caller knows of it.
     """
     if stated is None and run.baselines is not None and np.isfinite(run.baselines.errors).all():
-        return run.baselines.errors[public_classes(run)]
+        return run.baselines.errors[public_classes(run, len(run.baselines.errors))]
     error = stated if stated is not None else range_error(run.about)
     return None if error is None else np.full(len(run), error)
 
@@ -151,7 +152,7 @@ def attribute_ratio_parts(
         errors: [n, k].
         blind: :func:`blind_errors`, [c, k].
     """
-    codes = public_classes(run) if len(blind) > 1 else np.zeros(len(run), dtype=np.int64)
+    codes = public_classes(run, len(blind))
     for start in range(0, len(run), _AT_ONCE):
         rows = slice(start, start + _AT_ONCE)
         yield (
@@ -222,7 +223,7 @@ def attribute_ratios(run: SavedRun, attribute: int, blind: np.ndarray) -> np.nda
     assert run.attributes is not None
     errors = np.asarray(run.attributes.shown[:, attribute], dtype=np.float64)
     tracked = ~np.isnan(np.asarray(run.attributes.error[:, attribute], dtype=np.float64))
-    codes = public_classes(run) if len(blind) > 1 else np.zeros(len(run), dtype=np.int64)
+    codes = public_classes(run, len(blind))
     ratios = ratio_to_blind_guess(
         np.nan_to_num(errors, nan=0.0, posinf=math.inf), blind[codes, attribute]
     )
