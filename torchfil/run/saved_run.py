@@ -4,6 +4,7 @@ data.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -602,85 +603,57 @@ _COLUMNS = (
     ),
     *_KNOWN_COLUMNS,
 )
-_SHARES = ("delta", "mechanism.sample_rate", "mechanism.fil_rate", "noise_choice.confidence")
-_NUMBERS = (
-    *_SHARES,
-    *(
-        "epsilon",
-        "model.num_parameters",
-        "mechanism.noise_multiplier",
-        "mechanism.sigma",
-        "mechanism.l2",
-    ),
-    *("mechanism.releases", "mechanism.max_grad_norm", "mechanism.steps", "mechanism.num_probes"),
-    *(
-        "mechanism.rel_error",
-        "mechanism.expected_batch_size",
-        "noise_choice.num_pilots",
-        "noise_choice.headroom",
-    ),
-    *(
-        "equalised.target",
-        "equalised.epsilon_of_all_rounds",
-        "merged.runs",
-        "merged.epsilon_of_all",
-    ),
-)
-_KINDS: dict[str, tuple[str, type | tuple[type, ...]]] = {
-    **dict.fromkeys(
-        (
-            "model",
-            "dataset",
-            "mechanism",
-            "versions",
-            "noise_choice",
-            "equalised",
-            "linear",
-            "merged",
-        ),
-        ("a dict", dict),
-    ),
-    **dict.fromkeys(
-        ("kind", "title", "accountant", "created", "mechanism.probe_precision"), ("a text", str)
-    ),
-    **dict.fromkeys(
-        ("noise_choice.target", "equalised.question", "equalised.stopped"), ("a text", str)
-    ),
-    **dict.fromkeys(
-        ("exact", "equalised.met", "mechanism.noise_multiplier_default"), ("true or false", bool)
-    ),
-    **dict.fromkeys(_NUMBERS, ("a number, 0 or more", (int, float))),
-    **dict.fromkeys(_SHARES, ("a number between 0 and 1", (int, float))),
-    "metrics": ("a dict", dict),
-    "dataset.input_range": ("two numbers", list),
-}
 _REFUTED = 0.001  # an audit refutes the claimed ε where its p-value is smaller
 
 
 @cache
 def _about_type() -> type:
-    """What is checked of an audit and of what is not smooth: which fields there are, and of what
-    kind.
-    """
-    import msgspec
-    from msgspec import Meta
+    """Of what kind the entries of ``about`` are that others read; any may be missing or None."""
+    from msgspec import Meta, defstruct
 
-    positive, share = Annotated[float, Meta(ge=0)], Annotated[float, Meta(ge=0, le=1)]  # not NaN
-    rate = msgspec.defstruct("_Rate", [("fpr", share), ("tpr", share), ("bound", share | None)])
-    audit = msgspec.defstruct(
-        "_Audit",
-        [
-            *((name, positive) for name in ("epsilon", "claimed", "ceiling", "num_canaries")),
-            *((name, share) for name in ("delta", "confidence", "p_value")),
-            ("kind", str),
-            ("exceeds_claim", bool),
-            ("by_method", dict[str, positive]),  # type: ignore[valid-type]
-            ("rates", list[rate]),  # type: ignore[valid-type]
-        ],
-    )
-    model = msgspec.defstruct("_Model", [("not_smooth", list[str], [])])
-    return msgspec.defstruct(
-        "_About", [("audit", audit | None, None), ("model", model | None, None)]
+    number, share = Annotated[float, Meta(ge=0)], Annotated[float, Meta(ge=0, le=1)]  # not NaN
+    pair = tuple[float, float]
+
+    def part(**kinds: Any) -> Any:
+        return defstruct("_Part", [(name, kind | None, None) for name, kind in kinds.items()])
+
+    rate = defstruct("_Rate", [("fpr", share), ("tpr", share), ("bound", share | None)])
+    audit = {
+        **dict.fromkeys(("epsilon", "claimed", "ceiling", "num_canaries"), number),
+        **dict.fromkeys(("delta", "confidence", "p_value"), share),
+        "kind": str,
+        "exceeds_claim": bool,
+        "by_method": dict[str, number],  # type: ignore[valid-type]
+        "rates": list[rate],  # type: ignore[valid-type]
+    }
+    mechanism = """noise_multiplier sigma l2 releases max_grad_norm steps num_probes rel_error
+        expected_batch_size"""
+    return part(
+        kind=str,
+        title=str,
+        accountant=str,
+        created=str,
+        exact=bool,
+        epsilon=number,
+        delta=share,
+        versions=dict,
+        metrics=dict,
+        model=part(num_parameters=number, not_smooth=list[str]),
+        dataset=part(input_range=pair),
+        mechanism=part(
+            sample_rate=share,
+            fil_rate=share,
+            probe_precision=str,
+            noise_multiplier_default=bool,
+            **dict.fromkeys(mechanism.split(), number),
+        ),
+        noise_choice=part(target=str, confidence=share, num_pilots=number, headroom=number),
+        equalised=part(
+            question=str, stopped=str, met=bool, target=number, epsilon_of_all_rounds=number
+        ),
+        linear=part(score_by_noise=list[pair]),
+        merged=part(runs=number, epsilon_of_all=number),
+        audit=defstruct("_Audit", list(audit.items())),
     )
 
 
@@ -728,42 +701,23 @@ def jumps_of(about: Facts) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _is_of_kind(value: Any, kinds: Any, name: str) -> bool:
-    """Whether an entry is what ``_KINDS`` says, and lies where numbers of its name lie."""
-    if isinstance(value, bool) or kinds is bool:
-        return isinstance(value, kinds) and kinds is bool
-    if not isinstance(value, kinds):
-        return False
-    if isinstance(value, list):
-        numbers = [isinstance(end, int | float) and not isinstance(end, bool) for end in value]
-        return len(value) == 2 and all(numbers)
-    if name in _NUMBERS:
-        return bool(0 <= value <= (1 if name in _SHARES else math.inf))  # not NaN, either
-    return True
-
-
 def _check_kinds(about: Facts) -> None:
-    """Raise for entries of another kind than whoever reads them expects.
+    """Raise for entries of another kind than whoever reads them expects."""
+    from msgspec import ValidationError, convert  # not before a run is made
 
-    What is missing or None is fine.
-    """
-    for name, (expected, kinds) in _KINDS.items():
-        value = value_at(about, name)
-        if value is not None and not _is_of_kind(value, kinds, name):
-            raise ValueError(f"about: {name!r} is {value!r}, which is not {expected}")
+    try:
+        # as a file has them: NumPy's numbers are numbers, too
+        audit: Any = convert(json.loads(json.dumps(about)), _about_type()).audit
+    except ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$.")
+        name = path.rstrip("`")
+        raise ValueError(f"about: {name!r} is {value_at(about, name)!r}: {reason}") from error
     checked_metrics(
         {name: (each["value"], each["on"]) for name, each in (about.get("metrics") or {}).items()}
     )
     unit_of(about.get("mechanism") or {})
-    from msgspec import convert  # not before a run is made
-
-    audit: Any = convert(about, _about_type()).audit
-    fits = audit is None or audit.exceeds_claim == (audit.p_value < _REFUTED)
-    if not fits:
+    if audit is not None and audit.exceeds_claim != (audit.p_value < _REFUTED):
         raise ValueError(
             f"about: 'audit.exceeds_claim' is not what p_value < {_REFUTED} says; save the run "
             "again"
         )
-    points = np.asarray((about.get("linear") or {}).get("score_by_noise") or np.zeros((0, 2)))
-    if not (points.dtype.kind in "if" and points.shape[1:] == (2,)):
-        raise ValueError("about: 'linear.score_by_noise' is not pairs of σ and score")
