@@ -59,7 +59,7 @@ def test_the_verdict_is_three_words_and_a_row_for_every_rule(kind: str, tmp_path
     assert summary_of(page)["decision"] == "Do not release"
 
     # who, by id, and how many, as everywhere
-    worst = Measures(Report(summarise(run), run, {}, {}, policy=policy)).most()[0]
+    worst = Measures(run, policy).most()[0]
     assert f"Most exposed {worst.id}" in text_of(page, "verdict")
     assert text_of(page, "most-exposed").split("All 200")[0].count("Zoë") >= 3
     classes = np.bincount(baselines.exposure_of(run), minlength=4).tolist()
@@ -121,7 +121,7 @@ def test_what_epsilon_allows_is_attained_by_the_worst_pair() -> None:
     for epsilon, delta in ((0.3, 1e-5), (2.5, 1e-3), (9.0, 0.1)):
         run = bare("ε", 2.0)
         run.about.update(epsilon=epsilon, delta=delta)
-        (row,) = answers_of(Report(summarise(run), run, {}, {}))
+        (row,) = answers_of(Report(summarise(run), run), Measures(run, None))
         share = (1 - delta) / (1 + math.exp(epsilon))
         one = np.array([delta, share * math.exp(epsilon), share, 0.0])
         best = np.maximum(one, one[::-1]).sum() / 2
@@ -139,7 +139,7 @@ def test_questions_stand_beside_the_limit_and_the_commonest_answer() -> None:
     run = bare("Doses", 2.0, questions=asked)
     run.columns["mse_bound_low"][3] = 0.0  # too few draws: its answer does not count
     policy = Policy(max_gain_over_guessing=0.1)
-    rows = answers_of(Report(summarise(run), run, {}, {}, policy=policy))
+    rows = answers_of(Report(summarise(run), run), Measures(run, policy))
     told = [(row.name, row.low, round(row.value, 3), row.limit) for row in rows]
     assert told[:2] == [
         ("genotype", 0.5, 0.75, 0.6),
@@ -158,7 +158,7 @@ def test_measures_flag_as_their_rules_do_and_say_why() -> None:
     spread = run.baselines.attributes
     values = np.stack([spread.high, spread.mean + 3 * spread.std])[:, :2]
     run = dataclasses.replace(run, records=Records(np.array([7, 8]), values))
-    exposure = Measures(Report(summarise(run, policy=policy), run, {}, {}, policy=policy))
+    exposure = Measures(run, policy)
     assert list(exposure.flags) == ["all inputs", "single attributes", "“smokes”", "individual ε"]
     brute = {
         "all inputs": np.sqrt(run.columns["mse_bound_low"]) < 0.5,

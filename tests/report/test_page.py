@@ -199,7 +199,7 @@ def test_what_does_not_fit_is_left_out_aloud(
 
 @pytest.mark.parametrize("slug", ["verdict", "most-exposed", "options", "words"])
 def test_a_confidential_block_cannot_be_rendered_from_the_public_context(slug: str) -> None:
-    report = Report(summarise(made_up(), redacted=True), None, {}, {})
+    report = Report(summarise(made_up(), redacted=True))
     with pytest.raises(UndefinedError):
         block(slug, context_of(report))
 

@@ -85,7 +85,7 @@ def card_of(run: SavedRun, *, min_group: int = 10, policy: Policy | None = None)
     limits = {} if policy is None else _limits_kept(run, policy)
 
     # facts first, which all documents share
-    report = Report(summarise(run, redacted=True, min_group=min_group), None, {}, {})
+    report = Report(summarise(run, redacted=True, min_group=min_group))
     numbers, points = list[Facts](), list[tuple[str, str]]()
     context = {
         "report": report,

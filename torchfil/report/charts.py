@@ -9,11 +9,12 @@ import numpy as np
 from markupsafe import Markup
 
 from torchfil.report import svg
+from torchfil.report.examples import Measures
 from torchfil.report.formats import count, number, rate
 from torchfil.report.groups import Grouping
 from torchfil.report.leaks import prior_guess
 from torchfil.report.summary import FALSE_POSITIVE_RATE, Report
-from torchfil.run.baselines import BELOW, BEYOND, HALF, UNTOLD, classes_of_ratios, is_told
+from torchfil.run.baselines import BELOW, BEYOND, HALF, UNTOLD, classes_of_ratios
 from torchfil.run.unit import unit_of
 
 TONES = {HALF: "half", BELOW: "below", BEYOND: "beyond", UNTOLD: "untold"}
@@ -54,7 +55,7 @@ def charts_of(report: Report, answers: list[svg.Row]) -> dict[str, Markup]:
     return charts
 
 
-def answers_of(report: Report) -> list[svg.Row]:
+def answers_of(report: Report, measures: Measures | None) -> list[svg.Row]:
     """Each question without the model and with it.
 
     Of a public page at 1 % false alarms, and the most exposed together.
@@ -64,22 +65,19 @@ def answers_of(report: Report) -> list[svg.Row]:
     allows for membership: for every (ε, δ) both ways, a guess between two equally likely cases is
     right in (e^ε + δ)/(1 + e^ε) of them at most.
     """
-    summary, run = report.summary, report.run
-    if run is None:
+    if measures is None:
         return [
             _answer(q.name, FALSE_POSITIVE_RATE, q.rate["0"])
-            for q in summary.questions
+            for q in report.summary.questions
             if "0" in q.rate
         ]
-    told, gain = (
-        is_told(run),
-        None if report.policy is None else report.policy.max_gain_over_guessing,
-    )
+    gain = measures.policy.max_gain_over_guessing
     rows = list[svg.Row]()
-    for question in run.questions:
-        most = float(np.max(question.success()[told], initial=0.5))
+    for question in measures.run.questions:
+        success = measures.success[question.name][measures.told]
+        most = float(np.max(success, initial=0.5))
         rows.append(_answer(question.name, 0.5, most, None if gain is None else 0.5 + gain))
-        prior = prior_guess(question, told)
+        prior = prior_guess(question, measures.told)
         if prior is not None:
             rows.append(_answer(f"{question.name}, all answers", prior.blind, prior.most))
     epsilon, delta = report.about("epsilon"), report.about("delta")

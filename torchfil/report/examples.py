@@ -6,13 +6,15 @@ Nothing of it is part of a redacted report: a public context has no field for it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
 import numpy as np
 
 from torchfil.gate.gate import concerned
+from torchfil.gate.policy import Policy
+from torchfil.gate.rules import Verdict
 from torchfil.report.formats import percent
 from torchfil.report.summary import Report
 from torchfil.run import baselines
@@ -57,20 +59,31 @@ class Measures:
     question, individual ε.
 
     Args:
-        report: The material of a confidential page.
+        run: The run of a confidential page.
+        policy: Whose limits flag examples; what it states of blind guesses counts.
     """
 
-    def __init__(self, report: Report) -> None:
-        assert report.run is not None
-        self.report, self.run, self.policy, self.ratios = (
-            report,
-            report.run,
-            report.policy,
-            report.ratios,
+    def __init__(self, run: SavedRun, policy: Policy | None) -> None:
+        self.run, self.policy = run, policy or Policy()
+        self.told = baselines.is_told(run)
+        self.bounds = run.lower_ends
+        self.ratios = baselines.error_ratios(run, self.policy.blind_error)
+        self.success = {question.name: question.success() for question in run.questions}
+
+    @cached_property
+    def blind_errors(self) -> np.ndarray:
+        """What a blind guess of every attribute is off by, by public class, [c, k].
+
+        What a policy states counts.
+        """
+        return baselines.blind_errors(
+            self.run, self.policy.attribute_spread, self.policy.blind_error
         )
-        self.told = baselines.is_told(self.run)
-        self.bounds = self.run.lower_ends
-        self.success = {question.name: question.success() for question in self.run.questions}
+
+    @property
+    def errors(self) -> np.ndarray:
+        """By which examples are ranked, [n]: their ratios, or bounds where no ratio is known."""
+        return self.bounds if self.ratios is None else self.ratios
 
     @cached_property
     def closest(self) -> np.ndarray | None:
@@ -78,13 +91,12 @@ class Measures:
 
         None: none is known.
         """
-        run = self.run
-        if run.attributes is None or np.isnan(self.report.blind_errors).all():
+        attributes = self.run.attributes
+        if attributes is None or np.isnan(self.blind_errors).all():
             return None
-        found = np.full(len(run), math.inf)
-        for rows, ratios in baselines.attribute_ratio_parts(
-            run, run.attributes.shown, self.report.blind_errors
-        ):
+        found = np.full(len(self.run), math.inf)
+        parts = baselines.attribute_ratio_parts(self.run, attributes.shown, self.blind_errors)
+        for rows, ratios in parts:
             found[rows] = np.fmin.reduce(ratios, axis=1)
         return np.where(self.told, found, math.nan)
 
@@ -98,13 +110,12 @@ class Measures:
             flags["all inputs"] = self.ratios < 1
         if self.closest is not None:
             flags["single attributes"] = self.closest < 1
-        gain = None if self.policy is None else self.policy.max_gain_over_guessing
+        gain, limit = self.policy.max_gain_over_guessing, self.policy.max_individual_epsilon
         if gain is not None:
             flags |= {
                 f"“{name}”": self.told & ~(found - 0.5 <= gain)
                 for name, found in self.success.items()
             }
-        limit = None if self.policy is None else self.policy.max_individual_epsilon
         if limit is not None and "epsilon" in self.run.columns:
             flags["individual ε"] = self.run.columns["epsilon"] > limit
         return flags
@@ -115,11 +126,8 @@ class Measures:
         Nobody of whom too little is told.
         """
         rows = np.flatnonzero(self.told)
-        flagged = np.sum(list(self.flags.values()), axis=0, dtype=np.int64) * np.ones(
-            len(self.run), dtype=np.int64
-        )
-        errors = self.bounds if self.ratios is None else self.ratios
-        order = rows[np.lexsort((errors[rows], -flagged[rows]))][:MOST].tolist()
+        flagged = sum(self.flags.values(), np.zeros(len(self.run), dtype=np.int64))
+        order = rows[np.lexsort((self.errors[rows], -flagged[rows]))][:MOST].tolist()
         epsilon = self.run.columns.get("epsilon")
         return [
             Exposed(
@@ -312,27 +320,27 @@ class Table:
     left_out: list[str]
 
 
-def table_of(exposure: Measures, named: Iterable[int]) -> Table:
+def table_of(report: Report, measures: Measures, named: Iterable[int]) -> Table:
     """The most exposed examples and those that the page names, with all that the run says of
     each.
     """
-    report, whole = exposure.report, exposure.run
+    whole = measures.run
     status = status_of(whole)
     measured = np.flatnonzero(status != NOT_MEASURED)
     fil = np.asarray(whole.columns["fil"], dtype=np.float64)
     places = np.arange(len(whole))
     if len(whole) > MOST_ROWS:
         # the smallest errors first, then what nobody can tell
-        errors = exposure.bounds if exposure.ratios is None else exposure.ratios
-        order = np.argsort(np.where(exposure.told, errors, math.inf), kind="stable")
+        order = np.argsort(np.where(measures.told, measures.errors, math.inf), kind="stable")
         weighted = np.flatnonzero(is_spared(whole))[:MOST_NAMED]
         places = np.union1d(
             order[:MOST_ROWS], np.r_[weighted, np.asarray(list(named), dtype=np.int64)]
         )
     run = whole if len(places) == len(whole) else whole.take(places)
 
-    marks, filters = _marks(exposure)
-    attributes, left_out = _attributes(run, (status == NOT_MEASURED)[places], report)
+    unknown = (status == NOT_MEASURED)[places]
+    marks, filters = _marks(measures, report.verdicts or [])
+    attributes, left_out = _attributes(measures, run, unknown)
     ranked = np.sort(fil[measured])
     data = {
         "ids": as_texts(np.asarray(run.ids)).tolist(),
@@ -344,7 +352,7 @@ def table_of(exposure: Measures, named: Iterable[int]) -> Table:
             name: "".join("01"[on] for on in chosen[places].tolist())
             for name, chosen in marks.items()
         },
-        "columns": _columns(exposure, run, places, (status == NOT_MEASURED)[places]),
+        "columns": _columns(measures, run, places, unknown, exact=report.is_linear),
         "groups": [
             {"name": name, "levels": levels.tolist(), "codes": codes.tolist()}
             for name, (levels, codes) in ((name, run.coded_group(name)) for name in run.groups)
@@ -361,30 +369,31 @@ def table_of(exposure: Measures, named: Iterable[int]) -> Table:
     return Table(data, filters, len(run), len(whole), left_out)
 
 
-def _marks(exposure: Measures) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+def _marks(
+    measures: Measures, verdicts: Sequence[Verdict]
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     """Whom a filter shows, [n] booleans: the four classes, whom broken rules concern, the
     down-weighted; and names.
     """
-    marks, filters, run = dict[str, np.ndarray](), dict[str, str](), exposure.run
-    if exposure.ratios is not None:
-        classes = baselines.classes_of_ratios(exposure.ratios)
+    marks, filters, run = dict[str, np.ndarray](), dict[str, str](), measures.run
+    if measures.ratios is not None:
+        classes = baselines.classes_of_ratios(measures.ratios)
         for each, text in baselines.CLASSES.items():
             marks[f"class-{each}"], filters[f"class-{each}"] = classes == each, text
         marks["exposed"], filters["exposed"] = (
-            exposure.ratios < 1,
+            measures.ratios < 1,
             "exposed: the first two together",
         )
     else:
         marks[f"class-{UNTOLD}"], filters[f"class-{UNTOLD}"] = (
-            ~exposure.told,
+            ~measures.told,
             baselines.CLASSES[UNTOLD],
         )
-    broken = [
+    known = [
         verdict
-        for verdict in exposure.report.verdicts or []
-        if not verdict.passed and len(verdict.rows)
+        for verdict in verdicts
+        if not verdict.passed and len(verdict.rows) and verdict.found is not None
     ]
-    known = [verdict for verdict in broken if verdict.found is not None]
     if known:
         marks["broken"], filters["broken"] = (
             np.zeros(len(run), dtype=bool),
@@ -402,7 +411,7 @@ def _marks(exposure: Measures) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 
 def _columns(
-    exposure: Measures, run: SavedRun, places: np.ndarray, unknown: np.ndarray
+    measures: Measures, run: SavedRun, places: np.ndarray, unknown: np.ndarray, *, exact: bool
 ) -> list[Facts]:
     """Those that the run has.
 
@@ -414,13 +423,13 @@ def _columns(
         numbers = {"whole": values.dtype.kind in "biu", "values": _json_numbers(values, 4)}
         entries.append(asdict(column) | {"meaning": run.unit.say(column.meaning)} | numbers)
 
-    if exposure.ratios is not None:
-        add(RATIO, exposure.ratios[places])
-    for name, success in exposure.success.items():
+    if measures.ratios is not None:
+        add(RATIO, measures.ratios[places])
+    for name, success in measures.success.items():
         meaning = (
             "how often any attacker tells the true answer from another, equally likely one, at most"
         )
-        values = np.where(exposure.told, success, math.nan)[places]
+        values = np.where(measures.told, success, math.nan)[places]
         add(TableColumn(f"question-{name}", f"“{name}”", meaning, kind="rate"), values)
     for column in COLUMNS:
         values = run.columns.get(column.key)
@@ -428,7 +437,7 @@ def _columns(
             column.key not in ("fil", "mse_bound", "num_rows") and np.unique(values).size < 2
         ):
             continue
-        if column.key == "mse_bound_low" and exposure.report.is_linear:
+        if column.key == "mse_bound_low" and exact:
             continue  # bounds are exact, and their own lower ends
         if column.key in BLANK_WHERE_UNKNOWN:
             values = np.where(unknown, np.nan, values.astype(np.float64))
@@ -437,14 +446,14 @@ def _columns(
 
 
 def _attributes(
-    run: SavedRun, unknown: np.ndarray, report: Report
+    measures: Measures, run: SavedRun, unknown: np.ndarray
 ) -> tuple[list[Facts], list[str]]:
     """The first attributes that fit, infinite where beyond a blind guess's error, and the names of
     the others.
     """
     if run.attributes is None:
         return [], []
-    fit, blind = MOST_CELLS // max(len(run), 1), report.blind_errors
+    fit, blind = MOST_CELLS // max(len(run), 1), measures.blind_errors
     # which have no ±
     entries, categories = [], {} if run.baselines is None else run.baselines.levels
     for j, (name, unit) in enumerate(

@@ -101,7 +101,8 @@ def context_of(report: Report, live: float | None = None) -> dict[str, object]:
     * ``priors``, questions beside the data's own prior; ``table``, the table of examples.
     """
     run, verdicts, policy = report.run, report.verdicts, report.policy
-    answers = charts.answers_of(report)
+    measures = None if run is None else examples.Measures(run, policy)
+    answers = charts.answers_of(report, measures)
     public = {
         "report": report,
         "summary": report.summary,
@@ -110,25 +111,25 @@ def context_of(report: Report, live: float | None = None) -> dict[str, object]:
         "answers": answers,
         "live": live,
     }
-    if run is None:
+    if run is None or measures is None:
         return public
 
     ruling, options = None, Options()
     if verdicts is not None and policy is not None:
         ruling, options = ruling_of(verdicts, policy), options_of(run, policy, verdicts)
-    told, exposure = baselines.is_told(run), examples.Measures(report)
-    most = exposure.most()
-    priors = {question.name: prior_guess(question, told) for question in run.questions}
+    most = measures.most()
+    priors = {question.name: prior_guess(question, measures.told) for question in run.questions}
     return {
         **public,
         "run": run,
         "ruling": ruling,
         "options": options,
         "most": most,
-        "measures": list(exposure.flags),
+        "measures": list(measures.flags),
+        "with_ratio": measures.ratios is not None,
         "texts": examples.tokens_of(run),
         "priors": {name: guess for name, guess in priors.items() if guess is not None},
-        "table": None if live else examples.table_of(exposure, [each.row for each in most]),
+        "table": None if live else examples.table_of(report, measures, [each.row for each in most]),
     }
 
 
@@ -392,7 +393,7 @@ def report_of(
         raise ValueError("A public page carries no verdict; drop policy= or redacted=True.")
     judging, verdicts = (None, None) if redacted else _judged(run, policy)
     summary = summarise(run, redacted=redacted, min_group=min_group, policy=judging)
-    return Report(summary, None if redacted else run, {}, {}, verdicts, judging, None)
+    return Report(summary, None if redacted else run, verdicts=verdicts, policy=judging)
 
 
 def _judged(run: SavedRun, policy: Policy | None) -> tuple[Policy, list[Verdict] | None]:

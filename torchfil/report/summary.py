@@ -5,7 +5,6 @@ The only thing that a redacted report is made from.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -468,9 +467,9 @@ class Report:
     """
 
     summary: Summary
-    run: SavedRun | None
-    files: dict[str, str]
-    digests: dict[str, str]
+    run: SavedRun | None = None
+    files: dict[str, str] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
     verdicts: list[Verdict] | None = None
     policy: Policy | None = None
     signature: Signature | None = None
@@ -505,33 +504,6 @@ class Report:
             if self.runs == 1
             else f"an estimate from {self.runs} runs together"
         )
-
-    @functools.cached_property
-    def ratios(self) -> np.ndarray | None:
-        """The least error of every example over a blind guess's, [n], NaN where untold.
-
-        None: no blind guess is known.
-
-        Not of a public page.
-        """
-        assert self.run is not None
-        return baselines.error_ratios(
-            self.run, None if self.policy is None else self.policy.blind_error
-        )
-
-    @functools.cached_property
-    def blind_errors(self) -> np.ndarray:
-        """What a blind guess of every attribute is off by, by public class, [c, k].
-
-        What a policy states counts.
-        """
-        assert self.run is not None
-        stated = (
-            (None, None)
-            if self.policy is None
-            else (self.policy.attribute_spread, self.policy.blind_error)
-        )
-        return baselines.blind_errors(self.run, *stated)
 
 
 def named_level(level: float, summary: Summary) -> str:

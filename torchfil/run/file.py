@@ -107,11 +107,6 @@ def _read(where: Path) -> SavedRun:
     return read_run(file, facts)
 
 
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise RunFileError(message)
-
-
 def _insert_checksum(file: IO[bytes]) -> None:
     """Put the SHA-256 of a Parquet file in front of its footer."""
     file.seek(0)
