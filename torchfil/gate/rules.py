@@ -161,6 +161,14 @@ class RuleCheck:
         share = len(rows) / max(1, len(which))
         return self.verdict(share <= self.limit, share, rows, note)
 
+    def everybody(self, passed: bool, found: float, note: str = "") -> Verdict:
+        """What is the same for all examples."""
+        return self.verdict(passed, found, np.arange(0 if passed else len(self.run)), note)
+
+    def count(self, rows: np.ndarray, note: str = "") -> Verdict:
+        """At most so many of these examples."""
+        return self.verdict(len(rows) <= self.limit, len(rows), rows, note)
+
     def unknown(
         self, missing: str, how: str = "", remedy: str = "let the developers add it, or "
     ) -> Verdict:
@@ -455,11 +463,8 @@ def _unit(asked: RuleCheck) -> Iterable[Verdict]:
     fails, also where each may be another person, because nobody told it so.
     """
     unit, whole = asked.run.unit, asked.run.unit.kind == "owner"
-    bound, rows = (
-        f"{'whole' if whole else 'single'} {unit.many}",
-        np.arange(0 if whole else len(asked.run)),
-    )
-    return [replace(asked.verdict(whole, int(whole), rows, bound), limit=1)]
+    bound = f"{'whole' if whole else 'single'} {unit.many}"
+    return [replace(asked.everybody(whole, int(whole), bound), limit=1)]
 
 
 @_rule("ε for everybody", "{value}{note}", advice="Train again with the noise that this ε takes.")
@@ -472,18 +477,11 @@ def _max_epsilon(asked: RuleCheck) -> Iterable[Verdict]:
     epsilon = about.get("epsilon")
     if epsilon is None:
         if about.get("kind") == "linear":
-            return [
-                asked.unknown(
-                    "a linear model’s release has no accountant’s ε", "take the rule out", ""
-                )
-            ]
+            missing = "a linear model’s release has no accountant’s ε"
+            return [asked.unknown(missing, "take the rule out", "")]
         return [asked.unknown("the run’s ε is not known")]
-    rows = np.arange(0 if epsilon <= asked.limit else len(asked.run))
-    return [
-        asked.verdict(
-            not len(rows), epsilon, rows, f"at δ = {about.get('delta')}".replace("e-0", "e-")
-        )
-    ]
+    at = f"at δ = {about.get('delta')}".replace("e-0", "e-")
+    return [asked.everybody(epsilon <= asked.limit, epsilon, at)]
 
 
 @_rule("Largest individual ε, an estimate{who}", "{value}")
@@ -527,16 +525,9 @@ def _audited_epsilon_below_claimed(asked: RuleCheck) -> Iterable[Verdict]:
         if refuted
         else f"; above the claim at {100 * audit['confidence']:g} %"
     )
-    note, rows = (
-        f"{audit['num_canaries']:,} canaries{'' if kept else above}",
-        np.arange(0 if kept else len(asked.run)),
-    )
-    found = replace(
-        asked.verdict(kept, audited_epsilon(audit), rows, note),
-        limit=claimed,
-        detail=audit_in_words(audit),
-    )
-    return [found] * (asked.limit or refuted)
+    note = f"{audit['num_canaries']:,} canaries{'' if kept else above}"
+    found = asked.everybody(kept, audited_epsilon(audit), note)
+    return [replace(found, limit=claimed, detail=audit_in_words(audit))] * (asked.limit or refuted)
 
 
 @_fisher_rule("Smallest MSE bound of an unbiased estimate{who}", "{value}")
@@ -681,7 +672,7 @@ def _max_violated_bounds(asked: RuleCheck) -> Iterable[Verdict]:
     beaten = [attack.rows[np.asarray(attack.violated, dtype=bool)] for attack in tested]
     rows = np.unique(np.concatenate([np.arange(0), *beaten]))
     names = [attack.name for attack in tested if attack.violated.any()]
-    return [asked.verdict(len(rows) <= asked.limit, len(rows), rows, ", ".join(names))]
+    return [asked.count(rows, ", ".join(names))]
 
 
 @_rule(
@@ -727,7 +718,7 @@ def _max_examples_missed(asked: RuleCheck) -> Iterable[Verdict]:
     columns = asked.run.columns
     unknown = np.full(len(asked.run), "missed" not in columns)
     rows = np.flatnonzero(columns.get("paused", unknown) > 0)
-    return [asked.verdict(len(rows) <= asked.limit, len(rows), rows)]
+    return [asked.count(rows)]
 
 
 @_rule(
@@ -743,8 +734,8 @@ def _allow_seeded_noise(asked: RuleCheck) -> Iterable[Verdict]:
     noise = (asked.run.about.get("mechanism") or {}).get("noise")
     if noise is None:
         return []
-    rows = np.arange(len(asked.run) if noise == "seeded" and not asked.limit else 0)
-    found = asked.verdict(not len(rows), int(noise == "seeded"), rows, f"here: {noise}")
+    seeded = noise == "seeded"
+    found = asked.everybody(not seeded or asked.limit, int(seeded), f"here: {noise}")
     return [replace(found, limit=int(asked.limit))]
 
 

@@ -206,35 +206,34 @@ def _parts(run: SavedRun) -> dict[Key, ByExample]:
 
 def _about(runs: Sequence[SavedRun]) -> Facts:
     """The facts that rules read, of all releases together."""
-    abouts, noises = [run.about for run in runs], [setting(run, "mechanism.noise") for run in runs]
-    mechanism = {name: setting(runs[0], f"mechanism.{name}") for name in ("unit", "unit_names")}
-    mechanism["noise"] = "seeded" if "seeded" in noises else noises[0]
-    ranges = [setting(run, "dataset.input_range") for run in runs]
-    common = ranges[0] if all(each == ranges[0] for each in ranges) else None
-    audits = [about["audit"] for about in abouts if about.get("audit")]
+    epsilon, delta, how = _epsilon(runs)
+    noises, ranges, jumps = (
+        [setting(run, name) for run in runs]
+        for name in ("mechanism.noise", "dataset.input_range", "model.not_smooth")
+    )
+    audits = [run.about["audit"] for run in runs if run.about.get("audit")]
     # the worst first
     audits.sort(key=lambda audit: (not audit["exceeds_claim"], audit["claimed"] - audit["epsilon"]))
     speaks = bool(audits) and (audits[0]["exceeds_claim"] or len(audits) == len(runs))
-    epsilon, delta, how = _epsilon(runs)
-
-    jumps = dict.fromkeys(name for run in runs for name in setting(run, "model.not_smooth") or [])
-    about: Facts = {"model": {"not_smooth": list(jumps)}}
-    about |= {"title": " + ".join(str(about.get("title", "a saved run")) for about in abouts)}
-    about |= {
-        "kind": "linear" * all(each.get("kind") == "linear" for each in abouts),
-        "mechanism": mechanism,
-    }
-    about |= {
-        "unit_of_inputs": abouts[0].get("unit_of_inputs", ""),
-        "dataset": {"input_range": common},
-    }
-    about |= {
+    return {
+        "title": " + ".join(str(run.about.get("title", "a saved run")) for run in runs),
+        "kind": "linear" * all(run.about.get("kind") == "linear" for run in runs),
+        "model": {"not_smooth": list(dict.fromkeys(name for own in jumps for name in own or []))},
+        "dataset": {
+            "input_range": ranges[0] if all(each == ranges[0] for each in ranges) else None
+        },
+        "mechanism": {
+            "unit": setting(runs[0], "mechanism.unit"),
+            "unit_names": setting(runs[0], "mechanism.unit_names"),
+            "noise": "seeded" if "seeded" in noises else noises[0],
+        },
+        "unit_of_inputs": runs[0].about.get("unit_of_inputs", ""),
         "epsilon": epsilon,
         "delta": delta,
         "accountant": how,
         "audit": audits[0] if speaks else None,
+        "released": {"runs": len(runs), "epsilon": how},
     }
-    return about | {"released": {"runs": len(runs), "epsilon": how}}
 
 
 def _epsilon(runs: Sequence[SavedRun]) -> tuple[float | None, float | None, str]:
@@ -243,18 +242,16 @@ def _epsilon(runs: Sequence[SavedRun]) -> tuple[float | None, float | None, str]
     if any(None in pair for pair in own):
         return None, None, "none: a release has no ε"
     epsilon, delta = (float(sum(values)) for values in zip(*own, strict=True))
-    plain, largest, rdp = (
-        (epsilon, delta, "sum of ε and of δ"),
-        max(each for _, each in own),
-        np.zeros(len(_ORDERS)),
-    )
+    plain = epsilon, delta, "sum of ε and of δ"
+    rdp = np.zeros(len(_ORDERS))
     for run, (spent, at) in zip(runs, own, strict=True):
         sigma, steps = (setting(run, f"mechanism.{name}") for name in ("noise_multiplier", "steps"))
-        told = sigma and sigma > 0.05 and steps and at > 0 and run.about.get("accountant") == "rdp"
-        one = rdp_of(run, sigma) if told else rdp
-        # or its noise was not the same at all steps
-        if not told or epsilon_at(one, at) < (1 - 1e-6) * spent:
+        if not (sigma and sigma > 0.05 and steps and at and run.about.get("accountant") == "rdp"):
             return plain
+        one = rdp_of(run, sigma)
+        if epsilon_at(one, at) < (1 - 1e-6) * spent:
+            return plain  # its noise was not the same at all steps
         rdp += one
+    largest = max(at for _, at in own)
     tight = epsilon_at(rdp, largest)
     return (tight, largest, "sum of Rényi divergences") if tight <= epsilon else plain

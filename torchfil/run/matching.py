@@ -27,6 +27,7 @@ import numpy as np
 from torchfil.run import baselines
 from torchfil.run.baselines import NOT_MEASURED, is_told
 from torchfil.run.saved_run import MEASURED, SavedRun, audited_epsilon, value_at
+from torchfil.run.unit import Facts
 from torchfil.utils.tables import as_texts
 from torchfil.utils.text import visible
 
@@ -66,19 +67,15 @@ def check_alike(before: SavedRun, after: SavedRun) -> None:
         raise ValueError("inputs count in deviations that differ; save with scales=None")
     asked, asked_after = ({q.name: q.answers for q in run.questions} for run in (before, after))
     both = asked.keys() & asked_after.keys()
-    for name in both:
-        one, other = (visible(", ".join(answers[name])) for answers in (asked, asked_after))
-        if asked[name] != asked_after[name]:
+    answers = [(asked[name], asked_after[name], f"{name!r} has the answers ") for name in both]
+    if asked and asked_after and not both:
+        answers = [(list(asked), list(asked_after), "")]
+    for one, other, what in answers:
+        if one != other:
             raise ValueError(
-                f"the runs answer different questions: {name!r} has the answers {one} in the "
-                f"first and {other} in the second"
+                f"the runs answer different questions: {what}{visible(', '.join(one))} in the "
+                f"first and {visible(', '.join(other))} in the second; ask the same in both"
             )
-    one, other = (visible(", ".join(names)) for names in (asked, asked_after))
-    if not bool(both) and (asked and asked_after):
-        raise ValueError(
-            f"the runs answer different questions: {one} in the first, {other} in the second; ask "
-            "the same in both"
-        )
 
 
 def names_of(runs: Sequence[SavedRun]) -> list[np.ndarray]:
@@ -104,20 +101,20 @@ def names_of(runs: Sequence[SavedRun]) -> list[np.ndarray]:
 
 def matched(before: SavedRun, after: SavedRun) -> tuple[SavedRun, SavedRun]:
     """Both runs with the examples alone that both have measured, in the order of their ids."""
-    names = names_of([before, after])
-    ids, *places = np.intersect1d(names[0], names[1], assume_unique=True, return_indices=True)
-    if not len(ids) > 0:
+    one, other = names_of([before, after])
+    ids, *places = np.intersect1d(one, other, assume_unique=True, return_indices=True)
+    if not len(ids):
         raise ValueError(
             "the runs share no ids, by which examples are matched; save them with the ids of one "
             "list"
         )
-    one, other = (baselines.status_of(run) != NOT_MEASURED for run in (before, after))
-    known = one[places[0]] & other[places[1]]
+    runs = [replace(before, attacks=[]), replace(after, attacks=[])]
+    known = np.ones(len(ids), dtype=bool)
+    for run, own in zip(runs, places, strict=True):
+        known &= (baselines.status_of(run) != NOT_MEASURED)[own]
     if not known.any():
         raise ValueError(f"no example was measured in both runs, of {len(ids):,} that both have")
-    return replace(before, attacks=[]).take(places[0][known]), replace(after, attacks=[]).take(
-        places[1][known]
-    )
+    return runs[0].take(places[0][known]), runs[1].take(places[1][known])
 
 
 def clearly_moved(before: SavedRun, after: SavedRun) -> np.ndarray:
@@ -229,19 +226,17 @@ def check_same_recipe(runs: Mapping[str, SavedRun]) -> None:
     """
 
     def recipe(run: SavedRun) -> dict[str, object]:
-        parts = {
+        parts: dict[str, Facts] = {
             part: run.about.get(part) or {} for part in ("model", "dataset", "mechanism", "linear")
         }
-        parts["run"] = {
-            "size": len(run),
-            **{name: run.about.get(name) for name in ("kind", "delta", "merged")},
-        }
-        facts = {
+        parts["run"] = {name: run.about.get(name) for name in ("kind", "delta", "merged")}
+        parts["run"]["size"] = len(run)
+        return {
             f"{part}.{name}": value
             for part, values in parts.items()
             for name, value in values.items()
+            if not name.endswith(_MAY_DIFFER)
         }
-        return {name: value for name, value in facts.items() if not name.endswith(_MAY_DIFFER)}
 
     (first, own), *others = ((name, recipe(run)) for name, run in runs.items())
     for name, theirs in others:

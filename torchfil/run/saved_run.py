@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import ROUND_FLOOR, Context
 from functools import cache
@@ -323,7 +323,7 @@ class SavedRun(ArrowTable):
         for what, found, expected in self._shapes():
             if found != expected:
                 raise ValueError(f"{what} has shape {list(found)}, and not {list(expected)}")
-        for what, part, _ in self._of_some():
+        for what, part in self._of_some():
             first, last = int(part.rows.min(initial=0)), int(part.rows.max(initial=0))
             inside = not len(part.rows) or 0 <= first <= last < len(self)
             if not inside:
@@ -358,11 +358,10 @@ class SavedRun(ArrowTable):
             )
         if self.attributes is not None:
             yield "attributes: units", (len(self.attributes.units),), (k,)
-            for name, width in (("error", (n, k)), ("error_low", (n, k))):
-                values = getattr(self.attributes, name)
-                yield f"attributes: {name}", width if values is None else values.shape, width
+            for name, values in _arrays_of(self.attributes).items():
+                yield f"attributes: {name}", values.shape, (n, k)
         for question in self.questions:
-            for values in (question.divergence, question.divergence_high):
+            for values in _arrays_of(question).values():
                 yield f"question {question.name!r}", values.shape, (n, len(question.answers))
 
         # a record has all attributes; a blind guess errs by public class
@@ -385,22 +384,18 @@ class SavedRun(ArrowTable):
                 (f"{name}: {column!r}", values.shape, (length,))
                 for column, values in series.items()
             )
-        for what, part, names in self._of_some():
-            arrays = (getattr(part, name) for name in names)
-            yield from (
-                (what, (len(each),), (len(part.rows),)) for each in arrays if each is not None
-            )
+        for what, part in self._of_some():
+            for values in _arrays_of(part).values():
+                yield what, (len(values),), (len(part.rows),)
 
-    def _of_some(self) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-        """What has entries for some examples, by their rows: its name, the record, and the fields
-        that hold them.
-        """
+    def _of_some(self) -> Iterator[tuple[str, Any]]:
+        """What has entries for some examples, by their rows: its name, and the record."""
         if self.records is not None:
-            yield "records", self.records, ("values",)
+            yield "records", self.records
         if self.texts is not None:
-            yield "texts", self.texts, ("words", "fil", "plis")
+            yield "texts", self.texts
         for attack in self.attacks:
-            yield f"attack {attack.name!r}", attack, ("predicted", "achieved", "violated", "blind")
+            yield f"attack {attack.name!r}", attack
 
     def _check_values(self) -> None:
         """No number that no run has: a rule must not hold because a value is absurd."""
@@ -423,35 +418,21 @@ class SavedRun(ArrowTable):
             rows: Their places, ascending, or a slice.
         """
         places = np.arange(len(self))[rows]
-
-        def some(
-            record: object, names: Sequence[str], rows: np.ndarray | slice = rows
-        ) -> dict[str, Any]:
-            parts = {name: getattr(record, name) for name in names}
-            return {name: values[rows] for name, values in parts.items() if values is not None}
-
-        attributes, attacks = self.attributes, []
-        if attributes is not None:
-            attributes = replace(attributes, **some(attributes, ("error", "error_low")))
+        attacks = []
         for attack in self.attacks:
             inside = np.isin(attack.rows, places)
-            kept = some(attack, ("predicted", "achieved", "violated", "blind"), inside)
-            attacks.append(
-                replace(attack, rows=np.searchsorted(places, attack.rows[inside]), **kept)
-            )
+            kept = _rows_of(attack, inside)
+            attacks.append(replace(kept, rows=np.searchsorted(places, attack.rows[inside])))
         return replace(
             self,
             ids=np.asarray(self.ids[rows]),
             columns={name: values[rows] for name, values in _unread(self.columns).items()},
-            attributes=attributes,
+            attributes=self.attributes and _rows_of(self.attributes, rows),
             groups={name: values[rows] for name, values in _unread(self.groups).items()},
             records=None,
             texts=None,
             attacks=attacks,
-            questions=[
-                replace(each, **some(each, ("divergence", "divergence_high")))
-                for each in self.questions
-            ],
+            questions=[_rows_of(question, rows) for question in self.questions],
         )
 
     def slices(self, size: int) -> Iterator[SavedRun]:
@@ -540,6 +521,27 @@ class SavedRun(ArrowTable):
         given.
         """
         return self.columns.get("clip_weight", np.ones(len(self)))
+
+
+# entries by example, or by row
+_ARRAYS: dict[type, tuple[str, ...]] = {
+    Attributes: ("error", "error_low"),
+    QuestionRecord: ("divergence", "divergence_high"),
+    AttackRecord: ("predicted", "achieved", "violated", "blind"),
+    Records: ("values",),
+    Texts: ("words", "fil", "plis"),
+}
+
+
+def _arrays_of(record: object) -> dict[str, Any]:
+    """What a record has an entry of for each example, or for each of its rows."""
+    arrays = {name: getattr(record, name) for name in _ARRAYS[type(record)]}
+    return {name: values for name, values in arrays.items() if values is not None}
+
+
+def _rows_of(record: Any, rows: np.ndarray | slice) -> Any:
+    """The record of some of them."""
+    return replace(record, **{name: values[rows] for name, values in _arrays_of(record).items()})
 
 
 def status_of(run: SavedRun) -> np.ndarray:
