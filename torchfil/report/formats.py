@@ -151,7 +151,7 @@ def templates() -> Environment:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, finalize=safe, **blocks
     )
-    environment.filters |= {name: globals()[name] for name in __all__}
+    environment.filters |= {name: globals()[name] for name in (*__all__, "visible")}
     return environment
 
 
