@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -142,15 +141,16 @@ def public(verdict: Verdict) -> Verdict:
     """
     if verdict.found is None:
         return replace(verdict, rows=np.arange(0), hidden=True)
-    subject, compared = verdict.asked_about, verdict.unit.say(RULES[verdict.key].compared)
-    bare: dict[str, Any] = {
-        "found": math.nan,
-        "rows": np.arange(0),
-        "note": "",
-        "source": "",
-        "hidden": True,
-    }
-    return replace(verdict, subject=subject, detail=compared, **bare)
+    return replace(
+        verdict,
+        subject=verdict.asked_about,
+        detail=verdict.unit.say(RULES[verdict.key].compared),
+        found=math.nan,
+        rows=np.arange(0),
+        note="",
+        source="",
+        hidden=True,
+    )
 
 
 def outcome(verdicts: Sequence[Verdict]) -> Outcome:

@@ -65,15 +65,15 @@ def sarif(verdicts: Sequence[Verdict], policy: Path | None) -> Facts:
     for verdict, line in _located(verdicts, policy):
         level, kind = _SARIF[verdict.state]
         where = {"artifactLocation": {"uri": uri}, "region": {"startLine": line}}
-        own = {
-            "ruleId": verdict.key,
-            "ruleIndex": keys.index(verdict.key),
-            "level": level,
-            "kind": kind,
-        }
         results.append(
-            own
-            | {"message": {"text": _message(verdict)}, "locations": [{"physicalLocation": where}]}
+            {
+                "ruleId": verdict.key,
+                "ruleIndex": keys.index(verdict.key),
+                "level": level,
+                "kind": kind,
+                "message": {"text": _message(verdict)},
+                "locations": [{"physicalLocation": where}],
+            }
         )
     driver = {"name": "torchfil", "version": __version__, "rules": rules}
     return {

@@ -87,23 +87,6 @@ def card_of(run: SavedRun, *, min_group: int = 10, policy: Policy | None = None)
     # facts first, which all documents share
     report = Report(summarise(run, redacted=True, min_group=min_group))
     numbers, points = list[Facts](), list[tuple[str, str]]()
-    context = {
-        "report": report,
-        "summary": report.summary,
-        "numbers": numbers,
-        "points": points,
-        "policy": policy,
-    }
-    context |= {"limits": limits, "classes": CLASSES}
-    context |= {
-        "unit": unit_of(report.about("mechanism") or {}),
-        "title": _line(report.about("title") or "model"),
-    }
-    context |= {
-        "warned": large_delta(report.about("delta"), len(run)),
-        "level": named_level,
-        "root": math.sqrt,
-    }
 
     def number(
         value: object, low: float | None = None, high: float | None = None, **words: str
@@ -121,7 +104,23 @@ def card_of(run: SavedRun, *, min_group: int = 10, policy: Policy | None = None)
         points.extend([(_line(topic), text)] if (text := _line(caller()).strip()) else [])
         return ""
 
-    _rendered("card_facts.txt", _line, context | {"number": number, "point": point})
+    context = {
+        "report": report,
+        "summary": report.summary,
+        "numbers": numbers,
+        "points": points,
+        "number": number,
+        "point": point,
+        "policy": policy,
+        "limits": limits,
+        "classes": CLASSES,
+        "unit": unit_of(report.about("mechanism") or {}),
+        "title": _line(report.about("title") or "model"),
+        "warned": large_delta(report.about("delta"), len(run)),
+        "level": named_level,
+        "root": math.sqrt,
+    }
+    _rendered("card_facts.txt", _line, context)
     documents = json.loads(_rendered("card.json", str, context))
     section = re.sub(
         r"\n{3,}", "\n\n", _rendered("card.md", lambda text: Markup(marked(text)), context)

@@ -266,7 +266,7 @@ def _expected(before: SavedRun, after: SavedRun) -> float | None:
     """
     for name in ("mechanism.sigma", "mechanism.noise_multiplier"):
         one, other = setting(before, name), setting(after, name)
-        if isinstance(one, int | float) and isinstance(other, int | float) and 0 < one != other > 0:
+        if one and other and one != other:
             return float((other / one) ** 2)
     return None
 

@@ -308,15 +308,11 @@ class Table:
     Attributes:
         data: The columns, as JSON takes them.
         filters: By value, what the filter calls some of the examples.
-        rows: How many examples it has.
-        examples: How many the run has.
         left_out: The attributes that would have made the page too large.
     """
 
     data: Facts
     filters: dict[str, str]
-    rows: int
-    examples: int
     left_out: list[str]
 
 
@@ -339,7 +335,7 @@ def table_of(report: Report, measures: Measures, named: Iterable[int]) -> Table:
     run = whole if len(places) == len(whole) else whole.take(places)
 
     unknown = (status == NOT_MEASURED)[places]
-    marks, filters = _marks(measures, report.verdicts or [])
+    marks = _marks(measures, report.verdicts or [])
     attributes, left_out = _attributes(measures, run, unknown)
     ranked = np.sort(fil[measured])
     data = {
@@ -350,7 +346,7 @@ def table_of(report: Report, measures: Measures, named: Iterable[int]) -> Table:
         "measured": len(measured),
         "marks": {
             name: "".join("01"[on] for on in chosen[places].tolist())
-            for name, chosen in marks.items()
+            for name, (_, chosen) in marks.items()
         },
         "columns": _columns(measures, run, places, unknown, exact=report.is_linear),
         "groups": [
@@ -366,48 +362,34 @@ def table_of(report: Report, measures: Measures, named: Iterable[int]) -> Table:
         "origin": report.origin,
         "exact": report.is_linear,
     }
-    return Table(data, filters, len(run), len(whole), left_out)
+    return Table(data, {name: text for name, (text, _) in marks.items()}, left_out)
 
 
-def _marks(
-    measures: Measures, verdicts: Sequence[Verdict]
-) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Whom a filter shows, [n] booleans: the four classes, whom broken rules concern, the
-    down-weighted; and names.
+def _marks(measures: Measures, verdicts: Sequence[Verdict]) -> dict[str, tuple[str, np.ndarray]]:
+    """The filters by value, each with its name and whom it shows, [n] booleans: the four classes,
+    whom broken rules concern, the down-weighted.
     """
-    marks, filters, run = dict[str, np.ndarray](), dict[str, str](), measures.run
+    marks, run = dict[str, tuple[str, np.ndarray]](), measures.run
     if measures.ratios is not None:
         classes = baselines.classes_of_ratios(measures.ratios)
         for each, text in baselines.CLASSES.items():
-            marks[f"class-{each}"], filters[f"class-{each}"] = classes == each, text
-        marks["exposed"], filters["exposed"] = (
-            measures.ratios < 1,
-            "exposed: the first two together",
-        )
+            marks[f"class-{each}"] = text, classes == each
+        marks["exposed"] = "exposed: the first two together", measures.ratios < 1
     else:
-        marks[f"class-{UNTOLD}"], filters[f"class-{UNTOLD}"] = (
-            ~measures.told,
-            baselines.CLASSES[UNTOLD],
-        )
+        marks[f"class-{UNTOLD}"] = baselines.CLASSES[UNTOLD], ~measures.told
     known = [
         verdict
         for verdict in verdicts
         if not verdict.passed and len(verdict.rows) and verdict.found is not None
     ]
+    everybody = np.arange(len(run))
     if known:
-        marks["broken"], filters["broken"] = (
-            np.zeros(len(run), dtype=bool),
-            "concerned by a broken rule",
-        )
-        marks["broken"][concerned(known)] = True
+        marks["broken"] = "concerned by a broken rule", np.isin(everybody, concerned(known))
     for place, verdict in enumerate(known if len(known) > 1 else []):
-        marks[f"rule-{place}"], filters[f"rule-{place}"] = (
-            np.isin(np.arange(len(run)), verdict.rows),
-            verdict.rule,
-        )
+        marks[f"rule-{place}"] = verdict.rule, np.isin(everybody, verdict.rows)
     if "clip_weight" in run.columns:
-        marks["weighted"], filters["weighted"] = is_spared(run), "down-weighted"
-    return marks, filters
+        marks["weighted"] = "down-weighted", is_spared(run)
+    return marks
 
 
 def _columns(

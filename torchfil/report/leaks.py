@@ -64,10 +64,9 @@ def prior_guess(question: QuestionRecord, rows: np.ndarray) -> PriorGuess | None
         >>> f"{found.blind:.3f} {found.most:.3f} {found.mean:.3f}"  # 2/3, up to 1/3·√(D/2) more
         '0.667 0.700 0.690'
     """
-    shares = baselines.answer_shares(question, rows)
-    if shares is None:
+    prior = baselines.answer_shares(question, rows)
+    if prior is None:
         return None
-    prior = np.asarray(list(shares.values()))
     success = largest_success_at(question, prior)[rows]
     if np.isnan(success).any():
         return None

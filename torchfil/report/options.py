@@ -100,7 +100,8 @@ def options_of(run: SavedRun, policy: Policy, verdicts: list[Verdict]) -> Option
     others = list(dict.fromkeys(RULES[verdict.key].remedy(verdict) for verdict in lost))
     if lost:
         return Options(None, "No noise alone is known to keep every rule.", others)
-    return Options(max(noises), _in_words(run, max(noises), len(broken) - len(stop)), others)
+    change = _in_words(run, max(noises), len(broken) - len(stop))
+    return Options(max(noises), change, others)
 
 
 def _in_words(run: SavedRun, noise: float, warnings: int) -> str:

@@ -391,23 +391,16 @@ def report_of(
     # a verdict may hang on a single example
     if policy is not None and redacted:
         raise ValueError("A public page carries no verdict; drop policy= or redacted=True.")
-    judging, verdicts = (None, None) if redacted else _judged(run, policy)
-    summary = summarise(run, redacted=redacted, min_group=min_group, policy=judging)
-    return Report(summary, None if redacted else run, verdicts=verdicts, policy=judging)
-
-
-def _judged(run: SavedRun, policy: Policy | None) -> tuple[Policy, list[Verdict] | None]:
-    """The policy, or the default one, and its verdicts.
-
-    None where nobody gave one and the run keeps too little.
-    """
-    judging = policy or default_policy(run)
+    if redacted:
+        return Report(summarise(run, redacted=True, min_group=min_group))
+    judging, verdicts = policy or default_policy(run), None
     try:
-        return judging, check(run, judging)
-    except RunFileError:
+        verdicts = check(run, judging)
+    except RunFileError:  # the run keeps too little; nobody asked for a verdict
         if policy is not None:
             raise
-        return judging, None
+    summary = summarise(run, min_group=min_group, policy=judging)
+    return Report(summary, run, verdicts=verdicts, policy=judging)
 
 
 @contextlib.contextmanager

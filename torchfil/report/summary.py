@@ -244,6 +244,13 @@ def summarise(
         classes = baselines.classes_of_ratios(ratios)
         exposed = how_many(ratios < 1, smallest)
 
+    # eight bins an octave: ½ and 1 are edges, and belong to the class above them; never in public:
+    # beside the bounds' histogram, which counts nearly the same on another grid, it would tell of
+    # few
+    by_ratio = None
+    if ratios is not None and not redacted:
+        told = ratios[~np.isnan(ratios)] * (1 + 1e-6)
+        by_ratio = histogram(told, 1, fineness=8 / math.log10(2), origin=1.0)
     return Summary(
         redacted=redacted,
         smallest=smallest,
@@ -261,7 +268,7 @@ def summarise(
         mse_histogram=histogram(
             bound, smallest, fineness=8 if redacted else 12, origin=blind and blind**2
         ),
-        ratio_histogram=None if ratios is None or redacted else _ratio_histogram(ratios),
+        ratio_histogram=by_ratio,
         epsilon=_epsilon(run, smallest),
         attributes=_attributes(run, smallest, policy),
         groupings=summarise_groups(run, measured, smallest),
@@ -309,17 +316,6 @@ def _exposure(
             row = replace(row, ratio=rounded(ratio, smallest))
         rows.append(row)
     return rows
-
-
-def _ratio_histogram(ratios: np.ndarray) -> Histogram | None:
-    """Counts of ratios, eight bins an octave: ½ and 1 are edges, and belong to the class above
-    them.
-
-    Never in public: beside the bounds' histogram, which counts nearly the same on another grid, it
-    would tell of few.
-    """
-    told = ratios[~np.isnan(ratios)] * (1 + 1e-6)
-    return histogram(told, 1, fineness=8 / math.log10(2), origin=1.0)
 
 
 def class_counts(run: SavedRun, classes: np.ndarray | None, smallest: int) -> dict[int, int | str]:

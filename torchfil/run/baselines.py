@@ -230,29 +230,24 @@ def attribute_ratios(run: SavedRun, attribute: int, blind: np.ndarray) -> np.nda
     return np.where(tracked & is_told(run), ratios, math.nan)
 
 
-def answer_shares(
-    question: QuestionRecord, rows: np.ndarray | None = None
-) -> dict[str, float] | None:
-    """How often each answer is the true one; None where the run does not tell.
+def answer_shares(question: QuestionRecord, rows: np.ndarray) -> np.ndarray | None:
+    """How often each answer is the true one, [m]; None where the run does not tell.
 
     A complete question has the true answer among its own, as the only one with D = 0.
 
     Args:
         question: Of a saved run.
-        rows: Which examples count, [n] booleans; None: all.
+        rows: Which examples count, [n] booleans.
 
     Example:
         >>> divergence = np.array([[0.0, 0.3], [0.2, 0.0], [0.0, 0.1], [0.0, 0.4]])
-        >>> answer_shares(QuestionRecord("sex", ["f", "m"], True, divergence, divergence))
-        {'f': 0.75, 'm': 0.25}
+        >>> asked = QuestionRecord("sex", ["f", "m"], True, divergence, divergence)
+        >>> answer_shares(asked, np.ones(4, dtype=bool)).tolist()
+        [0.75, 0.25]
     """
-    if not question.complete:
-        return None
-    zero = np.asarray(question.divergence)[slice(None) if rows is None else rows] == 0
+    zero = np.asarray(question.divergence)[rows] == 0
     told = zero[zero.sum(axis=1) == 1]
-    if not len(told):
-        return None
-    return dict(zip(question.answers, told.mean(axis=0).tolist(), strict=True))
+    return told.mean(axis=0) if question.complete and len(told) else None
 
 
 def level_shares(spread: Spread) -> np.ndarray:

@@ -117,9 +117,6 @@ def compose(runs: Sequence[SavedRun]) -> SavedRun:
     attributes = first.attributes if tracked else None
     if attributes is not None:
         attributes = replace(attributes, error=tracked["error"], error_low=tracked.get("error_low"))
-    attacks = [
-        (each, place) for run, place in zip(runs, places, strict=True) for each in run.attacks
-    ]
     return SavedRun(
         about=_about(runs),
         ids=ids,
@@ -128,7 +125,11 @@ def compose(runs: Sequence[SavedRun]) -> SavedRun:
         groups={name: np.asarray(labels) for name, labels in first.groups.items()}
         if everybody
         else {},
-        attacks=[replace(each, rows=place[each.rows]) for each, place in attacks],
+        attacks=[
+            replace(each, rows=place[each.rows])
+            for run, place in zip(runs, places, strict=True)
+            for each in run.attacks
+        ],
         questions=_questions(runs, total, len(ids)),
         baselines=first.baselines
         if everybody and (attributes is None) == (first.attributes is None)

@@ -180,19 +180,17 @@ def linear_run(
     units, labels = attribute_units or {}, groups or {}
     _check_lengths(n, ids, labels)
     about = _about(releases, n, len(private), title, hashed=(X, y) if hash_data else None)
-    about["linear"] = {"private": list(names), "reweighted": reweighted is not None}
-    about["linear"] |= {name: float(value) for name, value in (scores or {}).items()}
+    linear: Facts = {"private": list(names), "reweighted": reweighted is not None}
+    linear |= {name: float(value) for name, value in (scores or {}).items()}
     if scales is not None:
-        about["linear"]["scales"] = spread[private].tolist()
+        linear["scales"] = spread[private].tolist()
         about["unit_of_inputs"] = (
             "standard deviations of the column" if isinstance(scales, str) else "given units"
         )
-    about["metrics"] = utility
     if len(releases) == 1:
-        about["linear"] |= {
-            "score_name": first.score_name,
-            "score_by_noise": _score_by_noise(*releases[0], X, y),
-        }
+        linear["score_name"] = first.score_name
+        linear["score_by_noise"] = _score_by_noise(*releases[0], X, y)
+    about |= {"linear": linear, "metrics": utility}
     return SavedRun(
         about=about,
         ids=plain_names(range(n) if ids is None else ids),

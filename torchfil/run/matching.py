@@ -169,11 +169,8 @@ def worsening(before: SavedRun, after: SavedRun) -> tuple[dict[str, float], np.n
         more = 0.0 if now == spent else now / spent - 1 if told and spent else math.inf
         found["ε for everybody"] = more if told else math.nan
     worse = set(as_texts(np.asarray(other.ids)[clearly_moved(one, other) < 0]))
-    return (
-        found,
-        np.flatnonzero([name in worse for name in as_texts(np.asarray(after.ids))]),
-        len(one),
-    )
+    rows = np.flatnonzero([name in worse for name in as_texts(np.asarray(after.ids))])
+    return found, rows, len(one)
 
 
 def clearly_more(values: Sequence[np.ndarray], errors: Sequence[np.ndarray], share: float) -> float:
