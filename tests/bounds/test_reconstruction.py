@@ -12,7 +12,7 @@ from scipy import stats
 
 from tests.refused import all_refused
 from torchfil import bounds
-from torchfil.bounds.reconstruction import StepLoss, compose, success_by_counts, success_of
+from torchfil.bounds.reconstruction import success_by_counts
 
 
 def sampled(
@@ -44,23 +44,6 @@ def test_closed_form_without_subsampling(steps: int, sigma: float) -> None:
     bracket = bounds.rero(priors.tolist(), q=1.0, noise_multiplier=sigma, steps=steps)
     np.testing.assert_allclose(bracket.high, truth, rtol=1e-9)
     assert torch.equal(bracket.low, bracket.high)
-
-
-def test_the_grid_brackets_the_closed_form() -> None:
-    """q = 1 on the grid, without the short cut that ``rero`` takes."""
-    steps, sigma, width, start, size = 20, 5.0, 5e-4, -16_000, 32_000
-    priors = (1e-6, 0.02, 0.5)
-    truth = stats.norm.sf(stats.norm.isf(priors) - math.sqrt(steps) / sigma)
-    step = StepLoss(1.0, sigma, reach=9.0)
-    ends = []
-    for law in (step.rounded_down(width), step.rounded_up(width)):
-        sums = compose([law], np.array([[steps]]), start, size)
-        ends.append(
-            success_of(sums, np.array([start * width + steps * law.offset]), width, priors)[0]
-        )
-    assert (ends[0] <= truth * (1 + 1e-7)).all()
-    assert (truth <= ends[1] * (1 + 1e-7)).all()
-    np.testing.assert_allclose(ends[0], ends[1], rtol=1e-4)
 
 
 @pytest.mark.parametrize("q", [0.3, 0.01])

@@ -130,12 +130,9 @@ def test_refusals() -> None:
         r"infinite.*torchfil.questions": lambda: bounds.mse_van_trees(1.0, 1, math.inf),
         r"coordinates 2 with 2 distinct values.*torchfil.questions": lambda: Prior.gaussian(values),
         "int64: discrete": lambda: Prior.gaussian(np.arange(40)[:, None]),
-        "values must be": lambda: Prior.gaussian(torch.randn(5)),
-        "must lie below high": lambda: Prior.box(1.0, 0.0, num_coordinates=2),
         "the prior has 3 coordinates": lambda: bounds.population_mse_bound(
             exact(torch.ones(4)), 2, box
         ),
-        "mean_trace=-1": lambda: bounds.mse_van_trees(-1, 1, 1.0),
         "leaves nothing unknown": lambda: Prior.gaussian(values[:, :2], [torch.arange(40)]),
         "prior is of 40 examples": lambda: bounds.population_mse_bound(
             exact(torch.ones(3)), 2, Prior.gaussian(values[:, :2], [values[:, 2].long()])

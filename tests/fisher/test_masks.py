@@ -33,7 +33,6 @@ def attention(x: Tensor) -> Tensor:
 # What a model may draw, of [batch, 6].
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.4),
-    "in place": lambda x: F.dropout(x * 1, 0.4, inplace=True),
     "drop path": lambda x: x * x.new_empty(len(x), 1).bernoulli_(0.6).div_(0.6),
     "randn": lambda x: x + torch.randn(x.shape, dtype=x.dtype, device=x.device),
     "attention": attention,

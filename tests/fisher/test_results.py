@@ -22,16 +22,7 @@ def estimate(*shape: int) -> Estimate:
     return Estimate(value, error, "lower bound", freedom, positive=True, **more)
 
 
-PARTS: list[Any] = [
-    2,
-    slice(1, 4),
-    [3, 0],
-    torch.arange(5) % 2 == 0,
-    np.array([1, 0]),
-    ...,
-    (slice(None), 1),
-    (1, 2),
-]
+PARTS: list[Any] = [2, slice(1, 4), torch.arange(5) % 2 == 0, np.array([1, 0]), (slice(None), 1)]
 
 
 @pytest.mark.parametrize("place", PARTS, ids=str)
@@ -53,11 +44,7 @@ def test_nothing_about_infinity_is_uncertain() -> None:
     value = torch.tensor([torch.inf, 1.0, 0.0], dtype=torch.float64)
     error = torch.tensor([0.0, 0.1, 0.0], dtype=torch.float64)
     whole = replace(estimate(3), value=value, standard_error=error, certain=value / 2)
-    for found, at_infinity in (
-        (whole, torch.inf),
-        (whole.raised(0.5, 2.0), torch.inf),
-        (whole.raised(-1.0, 2.0), 0.0),
-    ):
+    for found, at_infinity in ((whole, torch.inf), (whole.raised(-1.0, 2.0), 0.0)):
         low, high = found.interval(0.95)
         assert low[0] == high[0] == found.value[0] == at_infinity
         assert found.standard_error[0] == 0

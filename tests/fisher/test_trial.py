@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.cases import DEVICE, relative_error
-from tests.fisher.recorded_cases import BATCH, Model
+from tests.fisher.recorded_cases import BATCH, Model, _Unseen
 from torchfil import PLIS, fisher
 from torchfil.fisher.gradients import ExampleGradients
 from torchfil.fisher.mechanism import Mechanism
@@ -116,23 +116,9 @@ def test_rules_that_are_wrong_are_found(rule: LinearRule, what: str) -> None:
         assert what in str(reason(model, x, y, F.mse_loss))
 
 
-class _Unseen(torch.autograd.Function):
-    """A product that nothing sees from outside."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return a @ b
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        return gradients[0] @ b.mT, a.mT @ gradients[0]
-
-
 def behind(m: Any, x: Tensor) -> Tensor:
-    """Uses a weight behind its module's back."""
-    return m.head(torch.tanh(_Unseen.apply(torch.tanh(m.body(x)), m.body.weight)))
+    """Uses a parameter behind its module's back, in a way that nothing sees from outside."""
+    return m.head(torch.tanh(_Unseen.apply(torch.tanh(m.body(x)), m.body.bias)))
 
 
 def mixing(m: Any, x: Tensor) -> Tensor:
