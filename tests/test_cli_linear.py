@@ -132,32 +132,22 @@ def test_numbers_are_those_of_the_library(patients: Path, tmp_path: Path) -> Non
     # no formulas in spreadsheets
     assert [row["id"] for row in written[-3:]] == ["p57", "'=cmd()", "-7"]
     assert out.stat().st_mode & 0o777 == 0o600
-    one_by_one = model.fil(X, y, 0.5, attributes={str(c): [c] for c in (0, 2, 3)}, kind="trace")
-    square = sum((one_by_one[c] * X[:, int(c)].std()) ** 2 for c in one_by_one) / 3
-    assert np.allclose(run.columns["mse_bound"], 1 / square)
     assert [float(row["mse_bound"]) for row in written] == pytest.approx(
         run.columns["mse_bound"].tolist()
     )
 
 
-@pytest.mark.parametrize("model", ["logistic", "poisson"])
-def test_other_models(tmp_path: Path, model: str) -> None:
-    rng = np.random.default_rng(0)
-    names = {"logistic": ["no", "yes"], "poisson": ["0", "3", "5"]}[model]
-    lines = [
-        f"{x:.3f},{rng.choice(['u', 'v'])},{rng.choice(names)},p{i}"
-        for i, x in enumerate(rng.normal(size=60))
-    ]
+def test_a_label_by_name_in_a_packed_table(tmp_path: Path) -> None:
+    label = np.random.default_rng(0).choice(["no", "yes"], 60)
     path = tmp_path / "data.csv.gz"
-    path.write_bytes(gzip.compress(("x,kind,label,name\n" + "\n".join(lines)).encode()))
-    asked = ["--question", "label"] if model == "logistic" else []
-    data = result(path, "--target", "label", "--model", model, "--id", "name", "--top", 1, *asked)
-    assert data["columns"] == ["x", "kind=v"]
-    assert data["most_exposed"][0]["id"].startswith("p")
-    if asked:
-        told = data["questions"]["label"]
-        assert told["answers"] == names
-        assert told["prior_accuracy"] <= told["accuracy"]["mean"] <= 1
+    path.write_bytes(gzip.compress(rows(tmp_path / "data.csv", label=label).read_bytes()))
+    logistic = ("--model", "logistic", "--question", "label", "--top", 1)
+    data = result(path, "--target", "label", *logistic)
+    assert data["columns"] == ["x", "y"]
+    assert len(data["most_exposed"]) == 1
+    told = data["questions"]["label"]
+    assert told["answers"] == ["no", "yes"]
+    assert told["prior_accuracy"] <= told["accuracy"]["mean"] <= 1
 
 
 @pytest.mark.parametrize(
@@ -166,18 +156,14 @@ def test_other_models(tmp_path: Path, model: str) -> None:
         ("a,y\n1,2\n", "--target does", "no column 'does'"),
         ("a,y\n1,2\n2,3\n4,4\n", "--target y --private y", "is the target"),
         ("a,y\nu,2\nv,3\nu,4\n", "--target y --question a+1", "is one-hot"),
-        ("a,y\n1,2\n2,3\n4,4\n", "--target y --sigma 0", "sigma=0.0"),
         ('a,note,y\n1,"x\ny",2\n\n2,z,3\n5,z\n', "", "1 in 'y'"),
-        ("a,y\n1,2\n2,3,9\n", "", "is not a CSV file"),
         ("a,y\n1,2,9\n2,3,9\n", "", "is not a CSV file"),
         ("a,a\n1,2\n", "", "more than once"),
         ("a,y\n1,2\n,3\n2,NA\n", "", "1 in 'a', 1 in 'y'"),
         ("a,b,c,y\n1,1,s,2\n1,2,s,3\n", "", "constant columns: --ignore a,c"),
         ("a,y\n" + "\n".join(f"name{i},{i}" for i in range(60)), "", "an identifier"),
         ("a,note,y\n1,x,2\n2,z,3\n5 kg,z,1\n3,w,4\n", "", "'5 kg' in row 2"),
-        ("a;y\n1,234;2\n2,500;3\n4,125;5\n", "", "is not a CSV file"),
         ("a;y\n1,234;2\n2,500;3\n4,125;5\n", "--separator ;", "'1,234' in row 0"),
-        ("a;y\n1.234;2\n2,5;3\n4,1;5\n", "--separator ; --decimal ,", "'1.234' in row 0"),
         (
             "größe,y\n1,2\n".encode("cp1252").decode("utf-8", "surrogateescape"),
             "",
@@ -198,30 +184,24 @@ def test_mistakes(tmp_path: Path, content: str, options: str, message: str) -> N
     ("separator", "decimal", "encoding"),
     [
         (",", ".", "utf-8-sig"),
-        (";", ".", "cp1252"),
         (";", ",", "utf-16"),
         ("\t", ",", "cp1252"),
-        ("|", ".", "utf-8"),
     ],
 )
 def test_the_same_numbers_however_they_are_written(
     tmp_path: Path, separator: str, decimal: str, encoding: str
 ) -> None:
-    rng = np.random.default_rng(0)
-    numbers, kinds = rng.normal(size=(40, 2)).round(4), rng.choice(["süß", "sauer"], 40)
-    lines = [separator.join(["größe", "art", "y"])]
-    for (size, y), kind in zip(numbers, kinds, strict=True):
-        lines.append(
-            separator.join(
-                [f"{size:.4f}".replace(".", decimal), kind, f"{y:.4f}".replace(".", decimal)]
-            )
-        )
+    numbers, kinds = np.arange(40) * 1.25 - 7, np.array(["süß", "sauer"] * 20)
+    lines = [["größe", "art", "y"]]
+    for number, kind in zip(numbers, kinds, strict=True):
+        written = str(number).replace(".", decimal)
+        lines.append([written, kind, written])
     path = tmp_path / "a.csv"
-    path.write_bytes("\r\n".join(lines).encode(encoding))
+    path.write_bytes("\r\n".join(map(separator.join, lines)).encode(encoding))
     found = read_table(path, "y", separator=separator, decimal=decimal, encoding=encoding)
     assert found.columns == ("größe", "art=süß")
-    np.testing.assert_array_equal(found.inputs, np.column_stack([numbers[:, 0], kinds == "süß"]))
-    np.testing.assert_array_equal(found.targets, numbers[:, 1])
+    np.testing.assert_array_equal(found.inputs, np.column_stack([numbers, kinds == "süß"]))
+    np.testing.assert_array_equal(found.targets, numbers)
 
 
 def test_what_is_said_of_a_table_counts(tmp_path: Path) -> None:

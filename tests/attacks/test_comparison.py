@@ -35,7 +35,6 @@ def test_violated_only_beyond_chance() -> None:
     assert found.ratio.tolist() == [0.5, 0.5, 2.0]
     assert found.violations == pytest.approx(1 / 3)
     assert (found.ratio_interval[1] < 1).tolist() == found.violated.tolist()
-    assert found.ratio_interval[0].tolist() == found.achieved_low.tolist()
     assert found.achieved_high[0] == pytest.approx(0.5 + 1.98397 * 0.1, rel=1e-4)
     together = compare([1.0] * 3, attack, simultaneous=True)
     assert (together.achieved_high > found.achieved_high).all()
@@ -54,12 +53,8 @@ def test_an_honest_attacker_is_rarely_accused() -> None:
 
 def test_table_record_and_picture() -> None:
     found = compare([1.0, 1.0], result([0.5, 3.0], [0.01, 0.1], ids=[4, 2]))
-    table = found.table()
-    assert table.index.tolist() == [4, 2]
-    assert table.loc[4, "violated"]
+    assert found.table().loc[4, "violated"]
     assert found.record([2, 3, 4]).rows.tolist() == [2, 0]
-    with pytest.raises(KeyError, match="unknown example ids .2."):
-        found.record([3, 4])
     assert found.plot(blind=0.25).axes[0].get_legend() is not None
 
 
@@ -80,7 +75,6 @@ def test_a_linear_model_against_its_reconstruction() -> None:
     ).all()
     refused = {
         "need ..X., .y..": lambda: compare(model, attack),
-        "need ..sigma..": lambda: compare(model, result([1.0]), X=X, y=y),
         "sigma=0": lambda: compare(model, attack, X=X, y=y, sigma=0.1),
         "whole examples": lambda: compare(model, attack, X=X, y=y, groups=["a"] * 40),
     }
@@ -108,27 +102,17 @@ def test_guesses_that_never_saw_the_model_and_blind_ones() -> None:
     assert found.verdicts == ["not testable"] * 50
     assert not found.violated.any()
     assert np.isnan(found.violations)
-    assert (found.record(range(50)).testable, found.record(range(50)).untestable) == (
-        False,
-        "never saw the model",
-    )
+    assert found.record(range(50)).untestable == "never saw the model"
 
     found = compare([4.0] * 4, result([1.0, 3.0, 5.0, 7.0], trials=1, blind=[1.0, 1.0, 9.0, 9.0]))
     assert (found.share_below, found.blind_share_below) == (0.5, 0.5)
-    assert "blind" in found.table()
-    record = found.record(range(4))
-    assert record.blind.tolist() == [1.0, 1.0, 9.0, 9.0]
-    assert record.untestable == "one trial"
-    assert np.isnan(compare([4.0], result([1.0])).blind_share_below)
+    assert found.record(range(4)).untestable == "one trial"
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
     refused = {
         "measure is 'accuracy'": lambda: compare([1.0], result([1.0], measure="accuracy")),
         r"\[2\] bounds for 1 attacked": lambda: compare([1.0, 2.0], result([1.0])),
-        "achieved error is NaN": lambda: compare([1.0], result([float("nan")])),
         "negative or NaN": lambda: compare([float("nan")], result([1.0])),
-        "blind has shape": lambda: result([1.0] * 4, blind=[1.0]),
-        "standard_error": lambda: result([1.0, 1.0], [1.0] * 3),
     }
     all_refused(refused)

@@ -119,14 +119,3 @@ def test_membership_and_known_batches() -> None:
         attack(question, 500, secret_batches=secret).divergence[0] for secret in (True, False)
     )
     assert secret < known
-
-
-def test_rates_of_separated_runs() -> None:
-    rates = true_positive_rates(
-        torch.arange(10.0) + 10, torch.arange(10.0), torch.tensor([0.0, 0.1, 0.5]).double()
-    )
-    assert rates.tolist() == [1.0, 1.0, 1.0]
-    same = true_positive_rates(
-        torch.arange(100.0), torch.arange(100.0), torch.tensor([0.0, 0.1, 0.5]).double()
-    )
-    assert same.tolist() == [0.0, 0.1, 0.5]

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from attack_inversion import haarpsi, ssim
 from torch import nn
 
 from tests.cases import DEVICE
@@ -55,17 +54,5 @@ def test_a_dense_layers_gradient_gives_the_image_and_noise_takes_it_away() -> No
             model, loss, images, labels, noise_multiplier=1.0
         ),
         "never finite": lambda: found(plain * torch.nan, steps=3),
-        "the truth has shape": lambda: found(plain, steps=1).result(images[:, 0]),
     }
     all_refused(refused)
-
-
-def test_similarity_falls_with_noise_and_is_symmetric() -> None:
-    images = torch.rand(1, 1, 32, 32, generator=torch.Generator().manual_seed(0)).repeat(3, 1, 1, 1)
-    noise = torch.randn(1, 1, 32, 32, generator=torch.Generator().manual_seed(1))
-    changed = images + torch.tensor([0.0, 0.05, 0.5])[:, None, None, None] * noise
-    for measure in (haarpsi, ssim):
-        found = measure(images, changed)
-        assert found[0].item() == pytest.approx(1, abs=1e-5)
-        assert found[0] > found[1] > found[2]
-        torch.testing.assert_close(found, measure(changed, images))

@@ -62,24 +62,18 @@ def test_refusals() -> None:
     """Runs that diverged: one NaN made the pooled variance NaN, and the ratio a coin."""
     diverged = torch.randn(6, 20)
     diverged[4, 3] = torch.nan
-    inputs, labels = torch.zeros(5, 2), torch.zeros(5, dtype=torch.long)
     refused = {
         "the likelihood ratio needs": lambda: gaussian_likelihood_ratio(
             gaussian_runs(1.0, runs=3), 0
-        ),
-        "leaves 5 members": lambda: shadow_runs(
-            lambda *_: nn.Identity(), inputs, labels, runs=1, share=1.0
         ),
         r"runs \[4\] are not finite": lambda: ShadowRuns(diverged, torch.rand(6, 20) < 0.5),
     }
     all_refused(refused)
 
 
-@pytest.mark.parametrize(("targets", "n"), [(1, 40), (5, 40)])
-def test_random_scores_are_right_half_of_the_time(targets: int, n: int) -> None:
+def test_random_scores_are_right_half_of_the_time() -> None:
     """A threshold chosen on the scores that it judges would find members among them."""
-    rng = np.random.default_rng(0)
-    means = []
+    rng, targets, n, means = np.random.default_rng(0), 5, 40, []
     for _ in range(300):
         members = rng.permuted(np.tile(np.arange(n) < n // 2, (targets, 1)), axis=1)
         result = MembershipResult(

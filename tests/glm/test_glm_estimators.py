@@ -7,7 +7,7 @@ import pandas
 import pytest
 import torch
 from scipy.special import xlogy
-from sklearn import linear_model, metrics
+from sklearn import linear_model
 
 from tests.glm.glm_cases import CASES, D, N, data
 from tests.refused import all_refused
@@ -37,10 +37,9 @@ def test_noise_and_the_attacker_who_knows_all_else() -> None:
 def test_sigma_for_a_target() -> None:
     X, y, _ = data("logistic", False)
     model = glm.LogisticRegression(l2=0.05).fit(X, y)
-    for options in ({}, {"groups": ["all"] * N}, {"attributes": {"a": [0], "b": [1, 2]}}):
+    for options in ({"groups": ["all"] * N}, {"attributes": {"a": [0], "b": [1, 2]}}):
         sigma = model.sigma_for(X, y, 0.2, **options)
-        eta = model.fil(X, y, sigma, **options)
-        largest = max(np.max(each) for each in eta.values()) if isinstance(eta, dict) else eta.max()
+        largest = max(np.max(each) for each in model.fil(X, y, sigma, **options).values())
         assert 0.2 / 2**0.25 <= largest <= 0.2
         assert 4 * np.log2(sigma) == pytest.approx(round(4 * np.log2(sigma)), abs=1e-9)
     for sigma in [*np.exp(np.random.default_rng(0).normal(scale=8, size=200)), 0.125, 1.0, 2**0.75]:
@@ -111,15 +110,8 @@ def test_agrees_with_scikit_learn(name: str) -> None:
     assert ours.score(X, labels) == theirs.score(X, labels)
 
 
-def test_scores_and_column_names() -> None:
-    X, y, weights = data("poisson", True)
-    poisson, linear = glm.PoissonRegression(l2=0.1).fit(X, y), glm.LinearRegression().fit(X, y)
-    assert poisson.score(X, y) == pytest.approx(
-        metrics.d2_tweedie_score(y, poisson.predict(X), power=1)
-    )
-    assert linear.score(X, y, weights) == pytest.approx(
-        metrics.r2_score(y, linear.predict(X), sample_weight=weights)
-    )
+def test_column_names() -> None:
+    X, y, _ = data("poisson", False)
     frame = pandas.DataFrame(X, columns=list("abcd"))
     named = glm.LinearRegression().fit(frame, y)
     assert np.allclose(
@@ -127,7 +119,6 @@ def test_scores_and_column_names() -> None:
     )
     refused = {
         r"unknown columns \['z'\]": lambda: named.fil(frame, y, attributes={"x": ["z"]}),
-        "more than once": lambda: named.fil(frame, y, attributes={"x": ["a", 0]}),
         "column 0 is 'b'": lambda: named.fil(frame[["b", "a", "c", "d"]], y),
     }
     all_refused(refused)
@@ -175,13 +166,10 @@ def test_refusals() -> None:
     model = glm.LinearRegression().fit(X, y)
     refused = {
         "not fitted": lambda: glm.LinearRegression().fil(X, y),
-        "l2=-1": lambda: glm.LinearRegression(l2=-1).fit(X, y),
         "smallest is -1": lambda: glm.PoissonRegression().fit(X, -np.ones(N)),
         "0 or 1": lambda: glm.LogisticRegression().fit(X, np.sign(y)),
         r"rows \[3\], columns \[0\] of X": lambda: glm.LinearRegression().fit(broken, y),
-        "sigma=0 must": lambda: model.release(0),
         "infinite": lambda: model.fil(X, y, sigma=0),
-        "fitted on 25": lambda: model.fil(X[:3], y[:3]),
     }
     all_refused(refused)
 

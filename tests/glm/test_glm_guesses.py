@@ -151,7 +151,6 @@ def test_priors() -> None:
     assert common.true_positive_rate(0.01) == pytest.approx(rates)
     refused = {
         "sigma=0.0": lambda: guess(model, X, y, attribute, 0.0),
-        "prior has shape": lambda: guess(model, X, y, attribute, 1.0, prior=[0.5, 0.5]),
         "sum to 1": lambda: guess(model, X, y, attribute, 1.0, prior=[0.5, 0.5, 0.5]),
         "answers of Label": lambda: guess(model, X, y, Label(2), 1.0),
     }
