@@ -14,17 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from tests.cases import DEVICE, grouped
+from tests.cases import DEVICE
 from tests.engine.loops import data, make, network, step
-from torchfil import Canaries, FILPrivacyEngine
+from torchfil import Canaries
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher.mechanism import largest_divergences
 from torchfil.run.file import load
 
 SIGMA, C, RATE = 0.7, 0.8, 1 / 5
 LAYERS = [0.3, 0.5, 0.2, 0.4]  # C_l
+
+
+MEMBERSHIP: dict[str, Any] = {"criterion": nn.CrossEntropyLoss(), "num_probes": 1}
 
 
 def drawn_inputs(number: int) -> tuple[Tensor, int]:
@@ -61,10 +64,7 @@ def trained(canaries: Canaries | None, steps: int = 12, way: str = "loop", **opt
             score(limits, std)
 
         optimizer.canaries.join, optimizer.canaries.score = noted_join, noted_score
-    while (
-        engine.accountant.history == []
-        or sum(each[2] for each in engine.accountant.history) < steps
-    ):
+    while sum(each[2] for each in engine.accountant.history) < steps:
         for batch in private:
             if way == "train_step":
                 engine.train_step(*batch)
@@ -173,22 +173,9 @@ def test_directions_join_a_coordinate_of_their_own(layers: Any) -> None:
 def test_scores_of_directions_have_the_law_that_their_divergence_claims() -> None:
     """E_in[score] = D, and E_out[e^score] = 1, over canaries of their own coordinates."""
     torch.manual_seed(0)
-    module = nn.Linear(100, 200)
     dataset = TensorDataset(torch.randn(50, 100), torch.randint(200, (50,)))
-    engine = FILPrivacyEngine()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    options = {
-        "noise_multiplier": 1.2,
-        "max_grad_norm": 1.0,
-        "criterion": nn.CrossEntropyLoss(),
-        "num_probes": 1,
-    }
-    _, private, loader = engine.make_private(
-        module,
-        optimizer,
-        DataLoader(dataset, batch_size=5),
-        **grouped(canaries=Canaries(20_000), **options),
-    )
+    options = {"noise_multiplier": 1.2, "canaries": Canaries(20_000), **MEMBERSHIP}
+    engine, _, _, private, loader = make(dataset, nn.Linear(100, 200), 5, **options)
     for _ in range(4):
         for x, y in loader:
             engine.train_step(x, y)
@@ -248,18 +235,9 @@ def test_an_audit_contradicts_a_run_with_less_noise_than_it_claims(
 ) -> None:
     """Directions see noise that is a fifth of what the accountant is told."""
     torch.manual_seed(0)
-    module = nn.Linear(50, 20)
-    engine, sgd = FILPrivacyEngine(noise_seed=1), torch.optim.SGD(module.parameters(), lr=0.1)
     dataset = TensorDataset(torch.randn(40, 50), torch.randint(20, (40,)))
-    options: dict[str, Any] = {
-        "noise_multiplier": 3.0,
-        "max_grad_norm": 1.0,
-        "criterion": nn.CrossEntropyLoss(),
-    }
-    options |= {"canaries": Canaries(1000)}
-    _, optimizer, loader = engine.make_private(
-        module, sgd, DataLoader(dataset, batch_size=10), **options
-    )
+    options: dict[str, Any] = {"noise_multiplier": 3.0, "canaries": Canaries(1000), **MEMBERSHIP}
+    engine, _, _, optimizer, loader = make(dataset, nn.Linear(50, 20), 10, **options)
     normal = optimizer.noise.normal_
     optimizer.noise.normal_ = lambda out, std: normal(out, weaker * std)
     for _ in range(10):

@@ -136,9 +136,7 @@ def test_a_model_that_memorised_is_found_and_contradicts_a_promise_about_labels_
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"outputs": torch.zeros(5, 3)}, "must be"),
         ({"labels": torch.tensor([0, 1, 2, 3])}, r"rows \[3\]"),
-        ({"reference": torch.eye(3)[[0, 1, 2, 1]]}, r"rows \[3\]"),
         ({"reference": torch.zeros(4, 3)}, "sum to 1"),
     ],
 )

@@ -123,9 +123,15 @@ def shard(module: nn.Module) -> nn.Module:
     return fully_shard(module)
 
 
-def make(case: str, *, batch_size: int = 10, sharded: bool = False, **options: Any) -> Made:
+def make(case: str, *, batch_size: int = 10, **options: Any) -> Made:
     """In this process, as one of several ranks where there are any."""
     module, dataset, settings = CASES[case]()
+    plain = DataLoader(dataset, batch_size=batch_size, generator=torch.Generator().manual_seed(2))
+    return start(module, plain, **{**settings, **options})
+
+
+def start(module: nn.Module, plain: Any, *, sharded: bool = False, **options: Any) -> Made:
+    """Of a model and a loader of one's own."""
     module.to(DEVICE)
     several = dist.is_initialized()
     if sharded and several:
@@ -145,10 +151,8 @@ def make(case: str, *, batch_size: int = 10, sharded: bool = False, **options: A
     given |= {
         "noise_generator": torch.Generator(device=DEVICE).manual_seed(7),
         "seed": 3,
-        **settings,
         **options,
     }
-    plain = DataLoader(dataset, batch_size=batch_size, generator=torch.Generator().manual_seed(2))
     return Made(engine, module, *engine.make_private(wrapped, optimizer, plain, **grouped(**given)))
 
 

@@ -18,8 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.rank_runs import Made, make, replaying, take_step, whole
+from tests.distributed.rank_runs import Made, make, replaying, start, take_step, whole
 from tests.engine.hunger import room_for
+from tests.engine.loops import SIGMA
 from torchfil import FILPrivacyEngine, check
 from torchfil.engine.distributed.ranks import StepNotTakenError
 
@@ -254,15 +255,9 @@ def known_batches() -> tuple[Tensor, list[list[int]], list[Any], str]:
     """
     torch.manual_seed(0)
     dataset = TensorDataset(torch.randn(9, 4), torch.randint(2, (9,)))
-    module, engine = nn.Linear(4, 2), FILPrivacyEngine()
     sampler: Any = DistributedSampler(dataset, drop_last=True)
     plain = DataLoader(dataset, batch_size=2, sampler=sampler)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    made = Made(
-        engine,
-        module,
-        *engine.make_private(Wrapper(module), optimizer, plain, poisson_sampling=False),
-    )
+    made = start(nn.Linear(4, 2), plain, poisson_sampling=False)
     drawn, error = [], ""
     for epoch in range(3):
         sampler.set_epoch(epoch)
@@ -274,7 +269,8 @@ def known_batches() -> tuple[Tensor, list[list[int]], list[Any], str]:
                 error = str(caught)
                 break
             drawn.append(list(batch._ids))
-    return engine.ledger.sums["participations"], drawn, list(engine.accountant.history), error
+    history = list(made.engine.accountant.history)
+    return made.engine.ledger.sums["participations"], drawn, history, error
 
 
 def test_passes_over_parts_of_the_data(two_ranks: RankPool) -> None:
@@ -284,6 +280,6 @@ def test_passes_over_parts_of_the_data(two_ranks: RankPool) -> None:
     )
     assert torch.equal(participations, expected)
     assert int(expected.sum()) == 16
-    assert history == same == [(1.0, 1.0, 2)]
+    assert history == same == [(SIGMA, 1.0, 2)]
     assert "of ranks [0, 1]" in error
     assert error == too

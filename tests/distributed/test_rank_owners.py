@@ -10,25 +10,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.rank_runs import (
     CASES,
     DELTA,
-    Made,
     as_one,
     assert_same,
     divided,
     noting,
+    start,
     take_step,
     trained,
 )
 from tests.distributed.test_rank_streams import streamed
-from tests.engine.loops import SIGMA, C
-from torchfil import Accounting, FILPrivacyEngine
 
 PEOPLE = torch.arange(61).float().sqrt().long()  # eight people with one to 13 rows
 # who is drawn by each of two ranks
@@ -73,32 +70,13 @@ def dealt(order: list[int] | None = None) -> tuple[list[list[int]], list[Any], l
         dataset, people = Subset(dataset, rows), PEOPLE[rows]  # type: ignore[assignment]
     sampler: Any = DistributedSampler(dataset, drop_last=True, seed=3) if several else None
     plain = DataLoader(dataset, batch_size=15 if several else 31, sampler=sampler)
-    engine, optimizer = FILPrivacyEngine(), torch.optim.SGD(module.parameters(), lr=0.5)
-    wrapped = DifferentiallyPrivateDistributedDataParallel(module) if several else module
-    how = {
-        "noise_generator": torch.Generator().manual_seed(7),
-        "accounting": Accounting(estimator="exact", seed=3),
-    }
-    settings = {
-        "noise_multiplier": SIGMA,
-        "max_grad_norm": C,
-        "poisson_sampling": False,
-        "owner_of": people,
-        **how,
-    }
-    made = Made(
-        engine,
-        module,
-        *engine.make_private(
-            wrapped, optimizer, plain, criterion=nn.CrossEntropyLoss(), **settings
-        ),
-    )
+    made = start(module, plain, poisson_sampling=False, owner_of=people)
     draws: list[list[int]] = []
     if several:
         sampler.set_epoch(1)  # the user's own one
     for x, y in noting(made.loader, draws):
         take_step(made, x, y)
-    names, columns = engine.leakage_columns()
+    names, columns = made.engine.leakage_columns()
     found = [
         torch.tensor([column for _, column in sorted(zip(names, columns[name], strict=True))])
         for name in ("fil", "participations")
@@ -108,7 +86,7 @@ def dealt(order: list[int] | None = None) -> tuple[list[list[int]], list[Any], l
         drawn,
         names,
         [*found, *(p.detach() for p in module.parameters())],
-        engine.get_epsilon(DELTA),
+        made.engine.get_epsilon(DELTA),
     )
 
 

@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.rank_runs import Made, Outcome, assert_same, outcome, take_step
-from tests.engine.loops import SIGMA, C, data, network
-from torchfil import Accounting, FILPrivacyEngine
+from tests.distributed.rank_runs import Outcome, assert_same, outcome, start, take_step
+from tests.engine.loops import data, network
 
 SIZE = 3  # of a rank's batches
 PASSES = [  # who comes to which of two ranks: uneven, then dealt out anew, with somebody new
@@ -51,8 +48,8 @@ def present(samples: list[Any]) -> Any:
 def as_one(parts: Sequence[Sequence[int]]) -> list[int | None]:
     """The streams of all ranks as one, in whose batches all ranks' batches follow one another."""
     order: list[int | None] = []
-    for start in range(0, max(map(len, parts)), SIZE):
-        drawn = [row for part in parts for row in part[start : start + SIZE]]
+    for place in range(0, max(map(len, parts)), SIZE):
+        drawn = [row for part in parts for row in part[place : place + SIZE]]
         order += [*drawn, *[None] * (len(parts) * SIZE - len(drawn))]
     return order
 
@@ -61,46 +58,26 @@ def streamed(
     folder: str, passes: Sequence[Any] = PASSES, each: int = 1
 ) -> tuple[list[str], list[Any], Outcome]:
     """The errors of this rank's steps, the names, and all that the run says after these passes."""
-    module, engine, several = network(), FILPrivacyEngine(), dist.is_initialized()
-    wrapped = DifferentiallyPrivateDistributedDataParallel(module) if several else module
-    plain = DataLoader(
-        Stream([], each), batch_size=SIZE if several else 2 * SIZE, collate_fn=present
-    )
-    settings = {
-        "noise_multiplier": SIGMA,
-        "max_grad_norm": C,
-        "poisson_sampling": False,
-        "id_of" if each == 1 else "owner_of": 2,
-    }
-    settings |= {
-        "noise_generator": torch.Generator().manual_seed(7),
-        "criterion": nn.CrossEntropyLoss(),
-    }
-    optimizer, accounting = (
-        torch.optim.SGD(module.parameters(), lr=0.3),
-        Accounting(estimator="exact", seed=3),
-    )
-    made = Made(
-        engine,
-        module,
-        *engine.make_private(wrapped, optimizer, plain, accounting=accounting, **settings),
-    )
-    errors = []
+    several, errors = dist.is_initialized(), []
+    size = SIZE if several else 2 * SIZE
+    plain = DataLoader(Stream([], each), batch_size=size, collate_fn=present)
+    whose: dict[str, Any] = {"id_of" if each == 1 else "owner_of": 2}
+    made = start(network(), plain, poisson_sampling=False, **whose)
     for parts in passes:
         made.loader.dataset.order = parts[dist.get_rank()] if several else as_one(parts)
         try:
             for x, y in made.loader:
-                before = [p.detach().clone() for p in module.parameters()]
+                before = [p.detach().clone() for p in made.module.parameters()]
                 try:
                     take_step(made, x, y)
                 except RuntimeError as caught:
                     errors.append(f"{type(caught).__name__}: {caught}")
-                    assert all(map(torch.equal, before, module.parameters()))
+                    assert all(map(torch.equal, before, made.module.parameters()))
         except RuntimeError as caught:  # of the loader
             errors.append(str(caught))
-    if not engine.accountant.history:
+    if not made.engine.accountant.history:
         return errors, [], Outcome()
-    return errors, engine.leakage_columns()[0], outcome(made, folder, Outcome())
+    return errors, made.engine.leakage_columns()[0], outcome(made, folder, Outcome())
 
 
 def test_two_streams_are_one(two_ranks: RankPool, tmp_path: Path) -> None:

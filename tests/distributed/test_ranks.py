@@ -56,9 +56,7 @@ MORE: dict[str, Any] = {
     "per layer": {**DIGITS, **PER_LAYER},
     "sharded, train_step": {**DIGITS, "step": "train_step", "refreshed": True, "sharded": True},
     "sharded, per layer": {**DIGITS, **PER_LAYER, "sharded": True},
-    "sharded, sum": {**DIGITS, **SUM, "sharded": True},
     "sharded texts": {**TEXTS, "sharded": True},
-    "adapters, train_step": {**ADAPTERS, "rand_on_empty": False, "step": "train_step"},
 }
 
 
