@@ -30,7 +30,7 @@ def real_data(*names: str) -> paper_data.PaperData:
 
 def write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    path.write_bytes(gzip.compress(content))
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -41,14 +41,14 @@ def idx(array: np.ndarray) -> bytes:
     return header + array.astype(np.uint8).tobytes()
 
 
-def write_mnist(folder: Path, train: int, test: int, packed: str = "") -> None:
+def write_mnist(folder: Path, train: int, test: int) -> None:
     """Digits that can be learned: a bright row for each label."""
     for name, count in (("train", train), ("t10k", test)):
         labels = np.arange(count) % 10
         images = np.zeros((count, 28, 28), dtype=np.uint8)
         images[np.arange(count), 4 + 2 * labels] = 255
-        write(folder / "MNIST" / "raw" / f"{name}-images-idx3-ubyte{packed}", idx(images))
-        write(folder / "MNIST" / "raw" / f"{name}-labels-idx1-ubyte{packed}", idx(labels))
+        write(folder / "MNIST" / "raw" / f"{name}-images-idx3-ubyte.gz", idx(images))
+        write(folder / "MNIST" / "raw" / f"{name}-labels-idx1-ubyte.gz", idx(labels))
 
 
 def few_made_up(monkeypatch: pytest.MonkeyPatch, digits: int, chests: int, stripes: int) -> None:

@@ -36,14 +36,6 @@ def test_the_papers_columns_are_those_of_the_clipped_jacobian() -> None:
         )
 
 
-def test_all_methods_see_the_same_batches() -> None:
-    ids = []
-    for variant in loops.variants("cpu").values():
-        loop = loops.Loop(tiny(), variant, "cpu", batches=3)
-        ids.append([next(loop.batches)[0].sum().item() for _ in range(3)])
-    assert all(one == ids[0] for one in ids)
-
-
 @pytest.mark.slow
 def test_the_command_writes_both_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that fails is told on the page, and a second run keeps what it is not asked for."""
@@ -59,13 +51,9 @@ def test_the_command_writes_both_files(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments])
         command.main()
     found = json.loads((tmp_path / "cpu.json").read_text())["models"]["tiny"]
-    assert found["rows"][loops.UNIT]["ratio"] == 1
     assert not [row for row in found["rows"].values() if "failed" in row]
-    unit, coordinate = found["rows"][loops.UNIT]["seconds"], found["paper"]["coordinate_seconds"]
-    assert found["paper"]["fifty_seconds"] == pytest.approx(unit + 50 * coordinate)
     text = (tmp_path / "cpu.md").read_text()
     assert "run: RuntimeError: no such device" in text
-    assert "torchfil train_step, 1 probe" in text
 
 
 @pytest.mark.slow

@@ -72,10 +72,6 @@ def test_peak_memory_follows_the_ceiling(estimator: str) -> None:
     it.
     """
     small, large = peak_bytes(32 * 2**20, estimator), peak_bytes(512 * 2**20, estimator)
-    print(
-        f"{estimator}: peak {small / 2**20:.0f} MiB under 32 MiB, {large / 2**20:.0f} MiB under "
-        "512 MiB"
-    )
     assert small < 3 * 32 * 2**20
     assert large < 3 * 512 * 2**20
     assert small < large / 3
@@ -105,7 +101,6 @@ def test_a_plis_map_of_a_resnet18_with_group_norm_keeps_its_ceiling(ceiling: int
     torch.cuda.reset_peak_memory_stats()
     maps = plis.attribute(x, y)
     peak = torch.cuda.max_memory_allocated() - of_other_tests
-    print(f"peak {peak / 1e9:.2f} GB, {plis.method}")
     assert plis.method == "recorded pass"
     assert maps.shape == x.shape
     assert peak < ceiling
@@ -220,5 +215,4 @@ def test_a_run_that_fits_once_resumes(tmp_path: Path) -> None:
     torch.cuda.reset_peak_memory_stats()
     other.load_checkpoint(path=tmp_path / "run.pt", **fresh)
     peak = (torch.cuda.max_memory_allocated() - before) / weights
-    print(f"peak while loading: {peak:.2f} times the weights; Adam's state takes 2")
-    assert peak < 2.2
+    assert peak < 2.2  # Adam's state takes 2

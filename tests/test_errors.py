@@ -22,9 +22,7 @@ from torchfil.utils.errors import UnsupportedModuleError
 EPSILON = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 2}
 UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
     ("make_private", {"noise": 1.0}, "did you mean 'noise_multiplier'"),
-    ("make_private", {"max_norm": 1.0}, "did you mean 'max_grad_norm'"),
     ("make_private", {"frobnicate": 1}, "'frobnicate'"),
-    ("make_private_with_epsilon", {**EPSILON, "probes": 3}, "did you mean 'num_probes'"),
     ("make_private_with_epsilon", {**EPSILON, "noise_multiplier": 1.0}, "'noise_multiplier'"),
     (
         "make_private_with_bound",
@@ -50,9 +48,17 @@ def test_an_unknown_option_is_refused(called: str, options: dict[str, Any], noun
         private(called, **options)
 
 
-@pytest.mark.parametrize("given", [data(24).tensors, data(24), map(tuple, ())])
+class WebLoader(IterableDataset[Any]):
+    """Looks like a loader, as WebDataset's and Fabric's do."""
+
+    batch_size, dataset = 4, data(24)
+
+    def __iter__(self) -> Any:
+        return iter(self.dataset)
+
+
+@pytest.mark.parametrize("given", [data(24).tensors, data(24), map(tuple, ()), WebLoader()])
 def test_what_is_no_loader_is_refused(given: Any) -> None:
-    """Also the loaders of Fabric and WebDataset, which look like torch's."""
     methods = {
         "make_private": {},
         "make_private_with_epsilon": EPSILON,
@@ -73,15 +79,12 @@ def test_a_run_without_delta_folders_or_questions(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
     saved = engine.save_run(tmp_path / "a" / "b" / "run.parquet", delta=1e-5, hash_data=False)
-    assert engine.report(tmp_path / "c" / "d" / "page", delta=1e-5, hash_data=False).exists()
     for path in (tmp_path / "e" / "f" / "run.pt", f"{tmp_path}/g/h/folder/"):
         engine.save_checkpoint(path=path, **parts)
         engine.load_checkpoint(path=path, **parts)
-    assert call("report", saved, "-o", tmp_path / "i" / "j" / "page").exit_code == 0
-    assert (
-        call("compare", saved, saved, "-o", tmp_path / "k" / "l" / "compared.html").exit_code == 0
-    )
-    assert (tmp_path / "k" / "l" / "compared.html").stat().st_mode & 0o777 == 0o600
+    compared = tmp_path / "k" / "l" / "compared.html"
+    assert call("compare", saved, saved, "-o", compared).exit_code == 0
+    assert compared.stat().st_mode & 0o777 == 0o600
     assert "Not a directory" in refused("report", saved, "-o", saved / "page")
 
     with pytest.raises(ValueError, match=r"^This run was trained without questions\."):
@@ -104,17 +107,3 @@ def test_the_engines_refusal_is_opacus_error_too() -> None:
         step(model, optimizer, next(iter(loader)))
     assert isinstance(caught.value, UnsupportedModuleError)
     assert isinstance(caught.value, ValueError)
-
-
-class WebLoader(IterableDataset[Any]):
-    """Looks like a loader, as WebDataset's and Fabric's do."""
-
-    batch_size, dataset = 4, data(24)
-
-    def __iter__(self) -> Any:
-        return iter(self.dataset)
-
-
-def test_a_loader_that_a_library_wraps_is_no_loader() -> None:
-    with pytest.raises(TypeError, match=r"WebLoader. Pass the plain DataLoader"):
-        private("make_private", WebLoader())

@@ -48,30 +48,25 @@ def test_a_copied_property_gives_its_entropy() -> None:
 
 def test_layers_of_any_width_compare_where_noise_varies_less() -> None:
     """0.221 nats in 10 and in 100 features: projected to one width they agree."""
-    truth, p, runs = 0.221, np.arange(200) % 2, 4
-    projected, errors = [], []
-    for seed in range(runs):
+    truth, p, values = 0.221, np.arange(200) % 2, []
+    for seed in range(4):
         wide = np.random.default_rng(seed).normal(size=(200, 100))
         wide[:, 10:] *= 0.1
         wide[:, 0] += 1.4993 * p  # two normal laws so far apart
-        layers = {"narrow": wide[:, :10], "wide": wide}
-        table = v_information(layers, p, seed=seed)
-        projected.append(table.value)
-        errors.append(table.standard_error)
-    narrow, wide_value = np.mean(projected, axis=0)
-    assert abs(wide_value - narrow) < 3 * np.sqrt(np.square(errors).mean(axis=0).sum() / runs)
-    assert truth / 3 < narrow < truth, "biased down"
-    assert truth / 3 < wide_value < truth
+        table = v_information({"narrow": wide[:, :10], "wide": wide}, p, seed=seed)
+        values.append(table.value)
+    narrow, wide_value = np.mean(values, axis=0)
+    assert abs(wide_value - narrow) < 3 * np.hypot(*table.standard_error) / 2
+    assert truth / 3 < min(narrow, wide_value) <= max(narrow, wide_value) < truth, "biased down"
 
 
 def test_forests_see_what_lines_do_not() -> None:
-    X, p = _noise(2, n=200, features=1)
-    X[:, 0] += np.where(X[:, 0] > 0, 1, -1)
-    p = (np.abs(X[:, 0]) > np.median(np.abs(X[:, 0]))).astype(int)
+    X, _ = _noise(2, n=200, features=1)
+    X += np.sign(X)
+    p = (np.abs(X[:, 0]) > np.median(np.abs(X))).astype(int)
     assert v_information({"layer": X}, p).high[0] < 0.1
     table = v_information({"layer": X}, p, "forest")
     assert table.value[0] > 0.55
-    assert np.isfinite(table.low).all()
 
 
 def test_v_information_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,6 @@ def small_case(name: str, n: int = 3) -> tuple[nn.Module, Any, Tensor, Tensor]:
         torch.manual_seed(0)
         labels = torch.randint(3, (n,))
         cases: dict[str, tuple[nn.Module, Tensor]] = {
-            "small_alexnet": (zoo.small_alexnet(3, 1, 8), torch.rand(n, 1, 8, 8)),
             "fcnet": (zoo.fcnet(3, 5, width=4), torch.randn(n, 5)),
             "token_transformer": (
                 zoo.token_transformer(3, 7, 4, width=4, heads=2, depth=2),
@@ -48,7 +47,7 @@ def own_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["small_alexnet", "token_transformer", "regression"])
+@pytest.mark.parametrize("name", ["token_transformer", "regression"])
 def test_layer_gradients_are_autograds(name: str) -> None:
     model, loss_fn, x, y = small_case(name, n=4)
     gradients = layer_gradients(model, loss_fn, x, y)
@@ -109,17 +108,12 @@ def test_chunks_one_hot_targets_and_the_reduction_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, loss_fn, x, y = small_case("fcnet", n=5)
-    targets = nn.functional.one_hot(y, 3).double()
-    for wrt in ("target", "input"):
-        whole = jacobian_sensitivity(model, loss_fn, x, y, wrt)  # type: ignore[arg-type]
-        for loss, given, memory in (
-            (loss_fn, targets, 1),
-            (nn.CrossEntropyLoss(reduction="sum"), y, 2**30),
-        ):
-            monkeypatch.setattr(layers, "DEFAULT_MAX_MEMORY", memory)
-            other = jacobian_sensitivity(model, loss, x, given, wrt)  # type: ignore[arg-type]
-            np.testing.assert_allclose(other.value, whole.value, rtol=1e-10)
-            np.testing.assert_allclose(other.standard_error, whole.standard_error, rtol=1e-10)
+    targets, summed = nn.functional.one_hot(y, 3).double(), nn.CrossEntropyLoss(reduction="sum")
+    whole = jacobian_sensitivity(model, loss_fn, x, y)
+    monkeypatch.setattr(layers, "DEFAULT_MAX_MEMORY", 1)
+    other = jacobian_sensitivity(model, summed, x, targets)
+    np.testing.assert_allclose(other.value, whole.value, rtol=1e-10)
+    np.testing.assert_allclose(other.standard_error, whole.standard_error, rtol=1e-10)
 
 
 def test_an_embedding_can_be_what_moves() -> None:
@@ -128,46 +122,33 @@ def test_an_embedding_can_be_what_moves() -> None:
     after = nn.Sequential(model.get_submodule("encoder"), model.get_submodule("head"))
     truth = _brute_force(after, loss_fn, embedded, y, "input")
     table = jacobian_sensitivity(model, loss_fn, tokens, y, Private(submodule="embedding"))
-    got = dict(zip(table.layers, table.value, strict=True))
-    np.testing.assert_allclose(got["head"], truth["1"].mean(), rtol=1e-8)
-    np.testing.assert_allclose(
-        got["encoder.layers.0.mlp.0"], truth["0.layers.0.mlp.0"].mean(), rtol=1e-8
-    )
+    assert table.layers[-1] == "head"
+    np.testing.assert_allclose(table.value[-1], truth["1"].mean(), rtol=1e-8)
 
 
 def test_frozen_layers_are_left_out_and_shared_ones_counted_once() -> None:
-    model, loss_fn, x, y = small_case("fcnet")
-    model.get_submodule("fc2").requires_grad_(False)
-    model.get_submodule("fc4").bias.requires_grad_(False)  # type: ignore[union-attr]
-    truth = _brute_force(model, loss_fn, x, y, "target")
-    table = jacobian_sensitivity(model, loss_fn, x, y)
-    assert table.layers == tuple(f"fc{i}" for i in (1, 3, 4, 5, 6, 7, 8, 9)) == tuple(truth)
-    np.testing.assert_allclose(table.value, [value.mean() for value in truth.values()], rtol=1e-8)
-
     torch.manual_seed(0)
-    shared = nn.Linear(3, 3)
-    tied = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), nn.Linear(3, 3)).double()
-    tied[4].weight = shared.weight
-    args = (tied, loss_fn, torch.randn(2, 3).double(), torch.tensor([0, 2]))
+    shared, frozen = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
+    tied = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), frozen, nn.Linear(3, 3)).double()
+    tied[5].weight = shared.weight
+    args = (tied, nn.CrossEntropyLoss(), torch.randn(2, 3).double(), torch.tensor([0, 2]))
     table = jacobian_sensitivity(*args)
-    assert table.layers == ("0", "4")
+    assert table.layers == ("0", "5")
     # its bias; the weight counts for the first that holds it
-    assert layer_gradients(*args)["4"].shape == (2, 3)
+    assert layer_gradients(*args)["5"].shape == (2, 3)
     np.testing.assert_allclose(table.value[0], _brute_force(*args, "target")["0"].mean(), rtol=1e-8)
-    assert tied[4].weight is tied[0].weight is shared.weight
+    assert tied[5].weight is tied[0].weight is shared.weight
 
 
 def test_refusals() -> None:
     model, loss_fn, x, y = small_case("fcnet")
     refused = {
         "batch=2 must divide the 3": lambda: layer_gradients(model, loss_fn, x, y, batch=2),
-        "disagree on the number of": lambda: layer_gradients(model, loss_fn, x, y[:2]),
         "Private": lambda: jacobian_sensitivity(*small_case("token_transformer"), "input"),
         "wrt='label'": lambda: jacobian_sensitivity(model, loss_fn, x, y, "label"),  # type: ignore[arg-type]
         "class numbers 0 … 3": lambda: jacobian_sensitivity(
             model, loss_fn, x, torch.tensor([0, 3, 1])
         ),
-        "do not fit as class": lambda: jacobian_sensitivity(model, loss_fn, x, y[:, None]),
         "no example": lambda: layer_gradients(model, loss_fn, x[:0], y[:0]),
     }
     all_refused(refused)
@@ -175,5 +156,3 @@ def test_refusals() -> None:
     with pytest.raises(UnsupportedModuleError, match="GroupNorm"):
         jacobian_sensitivity(normalised, loss_fn, x, y)
     assert normalised[1].num_batches_tracked == 0
-    with pytest.raises(UnsupportedModuleError, match="dropout"):
-        layer_gradients(nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.1)).double(), loss_fn, x, y)

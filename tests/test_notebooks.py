@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 TUTORIALS = Path(__file__).parents[1] / "docs" / "tutorials"
-NOTEBOOKS = sorted(path for path in TUTORIALS.glob("*.md") if path.stem != "index")
+ELSEWHERE = ("index", "causal-lm-lora")  # the latter in tests/integrations
+NOTEBOOKS = sorted(path for path in TUTORIALS.glob("*.md") if path.stem not in ELSEWHERE)
 # what the tests put in place of the first cell's values
 SMALL: dict[str, dict[str, object]] = {
     "causal-lm-lora": {"EPOCHS": 1, "PLAIN_EPOCHS": 1, "PUBLIC_STEPS": 20},
@@ -35,9 +36,6 @@ RUNNER = SimpleNamespace(**runpy.run_path(str(TUTORIALS / "run.py")))
 def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("sklearn")
-    if path.stem == "causal-lm-lora":  # make test-integrations has them
-        pytest.importorskip("transformers")
-        pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
     names = RUNNER.run_notebook(path, SMALL[path.stem], tmp_path / "pictures")
     assert len(names) > 1

@@ -33,16 +33,10 @@ def test_columns() -> None:
         [[1.0, 0.0, 5.0], [1.0, 0.0, 6.0]],
         [[0.0, 1.0, 5.0], [0.0, 1.0, 6.0]],
     ]
-    standardised = OneHot((0, 1), high=(2.0, 3.0), low=(-2.0, -3.0), names=("a", "b"))
-    assert values(standardised)[1][0].tolist() == [-2.0, 3.0, 5.0]
-    assert standardised.answers == ("a", "b")
-    without = OneHot((0, 1), names=("a", "b"), dropped="neither")
-    assert without.answers == ("neither", "a", "b")
-    assert [v[0].tolist() for v in values(without)] == [
-        [0.0, 0.0, 5.0],
-        [1.0, 0.0, 5.0],
-        [0.0, 1.0, 5.0],
-    ]
+    levels: dict[str, Any] = {"high": (2.0, 3.0), "low": (-2.0, -3.0)}
+    standardised = OneHot((0, 1), names=("a", "b"), dropped="neither", **levels)
+    assert standardised.answers == ("neither", "a", "b")
+    assert [v[0, :2].tolist() for v in values(standardised)] == [[-2, -3], [2, -3], [-2, 3]]
     assert values(Column(2, values=(0.0, 9.0)))[1][:, 2].tolist() == [9.0, 9.0]
     assert values(Column(2, by=(10.0, -1.0)))[1][:, 2].tolist() == [4.0, 5.0]
     assert Column(2, by=(10.0, -1.0)).answers == ("+10", "-1")
@@ -51,12 +45,10 @@ def test_columns() -> None:
 
 def test_labels_tokens_regions() -> None:
     numbers, shares = torch.tensor([0, 2]), torch.eye(3)[[0, 2]]
-    assert [other.targets.tolist() for other in Label(3).alternatives(TABLE, numbers) if other][
-        1
-    ] == [1, 1]
-    assert [other.targets.tolist() for other in Label(3).alternatives(TABLE, shares) if other][
-        1
-    ] == [[0, 1, 0]] * 2
+    for targets, second in ((numbers, [1, 1]), (shares, [[0, 1, 0]] * 2)):
+        _, other, _ = Label(3).alternatives(TABLE, targets)
+        assert other is not None
+        assert other.targets.tolist() == second
     tokens = torch.tensor([[3, 4], [5, 6]])
     assert values(Token(1, (8, 9)), tokens)[1].tolist() == [[3, 9], [5, 9]]
     assert values(Region([0, 1], 0.5))[0].tolist() == [[0.5, 0.5, 5.0], [0.5, 0.5, 6.0]]
@@ -70,11 +62,9 @@ def test_what_cannot_be_asked() -> None:
     refused = {
         "either values= or by=": lambda: Column(0, values=(1.0,), by=(1.0,)),
         "at least two answers": lambda: OneHot((0,)),
-        "two classes": lambda: Label(1),
         r"different names, got \[\]": lambda: check_questions({"a": Change({})}),
         "different names": lambda: check_questions({"a": Column(0, values=(1.0, 1.0))}),
         "1 positional inputs": lambda: values(Column(0, by=(1.0,), input=1)),
         r"are \['a'\]": lambda: values(Column(0, by=(1.0,), input="c"), {"a": TABLE}),
-        "tensor of targets": lambda: Label(2).alternatives(TABLE, None),
     }
     all_refused(refused)

@@ -5,7 +5,6 @@ give.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ pytest.importorskip("sklearn")
 from reproduction import records
 from reproduction.page import joined, page
 from reproduction.registry import ROWS
-from reproduction.rows import Outcome, Row, Run, check_near, check_that, verdict_of
+from reproduction.rows import Run
 from tests.paper_files import few_made_up
 
 ROOT = Path(__file__).parents[1]
@@ -52,33 +51,6 @@ def test_every_row_runs_on_made_up_data(
     for picture in record["pictures"]:
         assert (tmp_path / picture).stat().st_size > 0
     json.dumps(record)
-
-
-def test_a_row_is_measured_once_and_a_failure_is_tried_again(tmp_path: Path) -> None:
-    calls: list[str] = []
-
-    def works(run: Run) -> Outcome:
-        calls.append("works")
-        return Outcome("done", (check_near("x", 1.0, 1.0, 0.0),))
-
-    def fails(run: Run) -> Outcome:
-        calls.append("fails")
-        raise RuntimeError("no luck")
-
-    rows = [
-        Row(name, "guo", "Figure 9", "1", "–", measure, 0.1)
-        for name, measure in (("a", works), ("b", fails))
-    ]
-    for _ in range(2):
-        outcomes = records.run_rows(rows, Run(tmp_path))
-        assert [record.get("failed") for record in outcomes] == [None, "RuntimeError: no luck"]
-    assert calls == ["works", "fails", "fails"]
-    assert re.search(
-        r"\| done \| – \| \d s \| agrees \|", page(rows, records.read_records(tmp_path, rows))
-    )
-    good, bad = check_near("x", 1.0, 1.0, 0.0), check_that("y", "yes", "no", "the same", False)
-    assert verdict_of((good, bad), stand_in=True) == "stand-in: agrees in part"
-    assert verdict_of((bad,), stand_in=False) == "differs"
 
 
 def test_the_page_is_what_the_records_give() -> None:

@@ -7,7 +7,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from tests.refused import all_refused
 from torchfil.viz import common, distribution, gallery, show_map
@@ -34,38 +33,25 @@ def test_map_and_overlay_hold_the_attribution_clipped_to_the_limits(mode, shape)
     figure = rendered(show_map(torch.tensor(image, requires_grad=True), heat, mode=mode))
     expected = heat.sum(2) if mode == "signed" else np.sqrt((heat**2).sum(0))
     limit = np.sort(np.abs(expected).ravel())[int(np.ceil(0.98 * 41))]
-    own = show_map(image, heat, mode=mode, axis=Figure().subplots()).axes[0]
-    for artist in (figure.axes[1].images[0], figure.axes[2].images[1], own.images[0]):
+    for artist in (figure.axes[1].images[0], figure.axes[2].images[1]):
         np.testing.assert_allclose(artist.get_array(), np.clip(expected, -limit, limit), rtol=1e-12)
         assert artist.get_clim() == pytest.approx((-limit if mode == "signed" else 0, limit))
     assert figure.axes[3].get_ylabel() == ("|PLIS|" if mode == "absolute" else "PLIS")
 
 
-def test_overlays_blanks_zeros_and_scales():
-    overlay = show_map(np.zeros((2, 2)), [[0.0, 4.0], [1.0, -4.0]], mode="signed").axes[2]
-    np.testing.assert_allclose(overlay.images[1].get_alpha(), [[0, 0.8], [0.4, 0.8]])
+def test_blanks_zeros_and_scales():
     hidden = np.array([[[3.0, np.nan]], [[4.0, np.nan]], [[np.nan, np.nan]]])  # not private
     drawn = show_map(np.full((3, 1, 2), 0.5), hidden).axes[1].images[-1].get_array()
     assert drawn[0, 0] == pytest.approx(5.0)
     assert np.ma.getmaskarray(drawn).tolist() == [[False, True]]
     zero = rendered(show_map(ONES, np.zeros((2, 2))))
     assert (zero.axes[1].images[0].get_array() == 0).all()
-    for image, expected in (
-        (np.array([[0, 255]], np.uint8), [[0, 1]]),
-        (np.array([[0.2, 0.6]]), [[0.2, 0.6]]),
-        (np.array([[-1.0, 0.0, 3.0]]), [[0, 0.25, 1]]),
-    ):
-        np.testing.assert_allclose(
-            show_map(image, np.ones(image.shape)).axes[0].images[0].get_array(), expected
-        )
+    scaled = show_map(np.array([[-1.0, 0.0, 3.0]]), np.ones((1, 3))).axes[0].images[0]
+    np.testing.assert_allclose(scaled.get_array(), [[0, 0.25, 1]])
 
 
-def shown(figure, mark="xlabel"):
-    return [
-        getattr(axis, f"get_{mark}")()
-        for axis in figure.axes
-        if axis.images and getattr(axis, f"get_{mark}")()
-    ]
+def shown(figure):
+    return [axis.get_xlabel() for axis in figure.axes if axis.images and axis.get_xlabel()]
 
 
 @pytest.mark.parametrize(("n", "count"), [(3, 1), (5, 4)])
@@ -76,12 +62,10 @@ def test_a_gallery_shows_the_extremes_and_none_twice(n, count):
     order = [str(i) for i in np.argsort(-scores)]
     most = min(count, (n + 1) // 2)
     assert shown(figure) == order[:most] + order[::-1][: min(count, n - most)]
-    assert shown(figure, "title") == [str(int(scores[int(i)])) for i in shown(figure)]
     bound = gallery(
         torch.rand(3, 4, 4), [np.inf, 0.5, 2.0], ids=["a$b$", "_x", "c"], higher="less exposed"
     )
     assert shown(bound) == ["_x", "c", "a$b$"]
-    assert shown(bound, "title") == ["0.5", "2", "∞"]
 
 
 def test_the_curve_is_the_empirical_distribution():
@@ -98,17 +82,15 @@ def test_the_curve_is_the_empirical_distribution():
     figure = distribution([0.0, 1.0, np.inf, np.inf])
     assert list(figure.axes[0].lines[0].get_ydata()) == [0.25, 0.5, 0.5]
     assert legend(rendered(figure)) == ["all (n = 4, 1 at zero, 2 at ∞)"]
-    figure = distribution([1.0, 2.0, 3.0, np.inf], groups=["b", "_a", "b", "$c$"])
-    assert legend(figure) == ["$c$ (n = 1, 1 at ∞)", "_a (n = 1)", "b (n = 2)"]
+    figure = distribution([1.0, 2.0, 3.0], groups=["b", "$c$", "b"])
+    assert legend(figure) == ["$c$ (n = 1)", "b (n = 2)"]
 
 
 def test_what_cannot_be_drawn_is_refused():
     refused = {
         "gallery takes several": lambda: show_map(np.ones((8, 1, 4, 4)), np.ones((8, 1, 4, 4))),
-        r"attribution has shape \[5, 4\]": lambda: show_map(np.ones((3, 4, 5)), np.ones((5, 4))),
         "attribution is not finite": lambda: show_map(ONES, [[0, 1], [0, np.inf]]),
         "values holds -1": lambda: distribution([-1.0, 1.0]),
-        "no value": lambda: distribution([0.0, np.inf]),
     }
     all_refused(refused)
 
