@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.glm.glm_cases import CODES
 from tests.test_cli import call, refused
 
 pytest.importorskip("sklearn")
@@ -20,8 +21,6 @@ pytest.importorskip("sklearn")
 from torchfil.glm import Absent, LinearRegression, NominalAttribute, Shift, guess
 from torchfil.glm.tables import read_table
 from torchfil.report import load
-
-CODES = np.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
 
 
 def with_noise(args: tuple[Any, ...]) -> list[Any]:

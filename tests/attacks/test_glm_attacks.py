@@ -9,6 +9,7 @@ import torch
 from tests.cases import DEVICE
 from tests.glm.glm_cases import CODES, COLUMNS, table
 from tests.glm.glm_cases import EXACT_MODELS as MODELS
+from tests.glm.test_refits import refit
 from tests.refused import all_refused
 from torchfil import bounds
 from torchfil.attacks import GLMReconstruction, NominalAttribute, WhiteBoxInversion, prior_inversion
@@ -42,11 +43,7 @@ def test_white_box_is_the_closest_refit(name: str) -> None:
     assert 0.4 < result.achieved.mean() < 1
     noise = sigma * normal(trials, len(attack.weights), seed=9)
     for i in range(0, len(y), 10):
-        refits = []
-        for code in CODES:
-            moved = X.copy()
-            moved[i, COLUMNS] = code
-            refits.append(MODELS[name]().fit(moved, y)._fit.weights[:, 0])
+        refits = [refit(name, X, y, np.ones(len(y)), i, "attribute", code) for code in range(3)]
         for trial in range(trials):
             released = model._fit.weights[:, 0] + noise[trial]
             closest = int(np.argmin([float((released - refit).norm()) for refit in refits]))

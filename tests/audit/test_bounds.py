@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
+from tests.engine.loops import exact_epsilon
 from tests.refused import all_refused
 from torchfil.audit.bounds import (
     GUESSES,
@@ -27,14 +28,6 @@ from torchfil.bounds import rero
 from torchfil.guessing import largest_true_positive_rate
 
 RUN = [(1.0, 0.01, 1000)]
-
-
-def gaussian_epsilon(sigma: float, delta: float) -> float:
-    def excess(epsilon: float) -> float:
-        low, high = stats.norm.cdf([-0.5 / sigma - epsilon * sigma, 0.5 / sigma - epsilon * sigma])
-        return high - math.exp(epsilon) * low - delta
-
-    return float(optimize.brentq(excess, 0.0, 50.0, xtol=1e-12))
 
 
 def randomised_response(epsilon: float) -> TradeOff:
@@ -111,7 +104,7 @@ def test_curve_of_the_gaussian(sigma: float) -> None:
     assert excess[alphas > 1e-7].max() < 0.01
     slopes = np.diff(curve.outer[1:, 1]) / np.diff(curve.outer[1:, 0])
     assert (np.diff(slopes) < 0).all()
-    exact = gaussian_epsilon(sigma, 1e-5)
+    exact = exact_epsilon(1 / sigma, 1e-5)
     assert 0.999 * exact < curve.epsilon(1e-5) <= exact
 
 
@@ -188,7 +181,7 @@ def simulated(
 
 def test_p_values_of_sound_runs() -> None:
     runs, m, sigma, delta = 3000, 100, 1.0, 1e-3
-    curve, epsilon = TradeOff.of_run([(sigma, 1.0, 1)]), gaussian_epsilon(sigma, delta)
+    curve, epsilon = TradeOff.of_run([(sigma, 1.0, 1)]), exact_epsilon(1 / sigma, delta)
     ranked = np.array(
         [
             taken[np.argsort(-scores)]

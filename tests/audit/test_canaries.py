@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad
 from torch.utils.data import TensorDataset
 
 from tests.cases import DEVICE
+from tests.engine.brute_force import Pass, clipped_gradients, random_state
 from tests.engine.loops import data, make, network, step
 from torchfil import Canaries
-from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.fisher.mechanism import largest_divergences
 from torchfil.run.file import load
 
@@ -73,27 +71,6 @@ def trained(canaries: Canaries | None, steps: int = 12, way: str = "loop", **opt
     return engine, optimizer, seen
 
 
-def clipped(weights: dict[str, Tensor], x: Tensor, y: Tensor, limits: list[float] | None) -> Tensor:
-    """g̃ of one example by ``grad``, [p]."""
-    clip = get_clip(DEFAULT_CLIP)
-    plain = network()
-
-    def loss(parameters: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(
-            functional_call(plain, parameters, (x[None].to(DEVICE),)), y[None].to(DEVICE)
-        )
-
-    parts = [part.cpu() for part in grad(loss)(weights).values()]
-    if limits is not None:
-        scaled = [
-            clip.scale(part.norm(), torch.tensor(own, dtype=torch.float64)) * part
-            for part, own in zip(parts, limits, strict=True)
-        ]
-        return torch.cat([part.flatten() for part in scaled])
-    flat = torch.cat([part.flatten() for part in parts])
-    return clip.scale(flat.norm(), torch.tensor(C, dtype=torch.float64)) * flat
-
-
 def ratios(gradients: Tensor, seen: dict[str, Any]) -> Tensor:
     """The log likelihood ratio of one step by its two normal densities, for gradients [m, p].
 
@@ -115,9 +92,8 @@ def test_scores_of_inputs_are_those_of_brute_force(kind: Any, layers: Any, way: 
     (x,), y = scores._gradients._batch
     truth = torch.zeros(30, dtype=torch.float64)
     for each in seen:
-        gradients = torch.stack(
-            [clipped(each["weights"], *pair, layers) for pair in zip(x, y, strict=True)]
-        )
+        begun = Pass(random_state(), each["weights"], x.to(DEVICE), y.to(DEVICE), list(range(30)))
+        gradients = clipped_gradients(network(), begun, max_grad_norm=layers or C).cpu()
         truth += ratios(gradients, each)
 
         # what joined is a sum of gradients of some that are in
