@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import operator
-import pkgutil
 import re
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import torchfil
+from tests.test_public_names import offered
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -74,27 +74,13 @@ def _named() -> set[str]:
     }
 
 
-def _public_modules() -> list[str]:
-    """torchfil and its folders and modules that a user imports from; ``cli`` has a page of its
-    own.
-    """
-    names = [
-        info.name
-        for info in pkgutil.iter_modules(torchfil.__path__)
-        if not info.name.startswith("_")
-    ]
-    return ["torchfil", *(f"torchfil.{name}" for name in names if name not in ("cli", "utils"))]
-
-
-@pytest.mark.parametrize("name", _public_modules())
-def test_every_public_name_is_in_the_api_reference(name: str) -> None:
-    module, shown = importlib.import_module(name), _documented()
-    names = [public for public in getattr(module, "__all__", []) if public != "__version__"]
-    values = {public: getattr(module, public) for public in names}
+def test_every_public_name_is_in_the_api_reference() -> None:
+    shown = _documented()
     missing = [
         public
-        for public, value in values.items()
-        if not isinstance(value, ModuleType)
+        for public, value in offered()
+        if public != "__version__"
+        and not isinstance(value, ModuleType)
         and not any(value is other for other in shown.get(public, []))
     ]
-    assert not missing, f"{name}: not in docs/api"
+    assert not missing, "not in docs/api"

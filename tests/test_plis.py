@@ -22,12 +22,6 @@ from torchfil.fisher.operator import ClippedJacobian
 STD, C = 0.7, 1.3
 
 
-MODELS: dict[str, tuple[nn.Module, Tensor]] = {
-    "resnet18": (zoo.resnet18(3, 1, width=4, groups=2), torch.rand(2, 1, 8, 8)),
-    "vit_tiny": (zoo.vit_tiny(3, 1, 8, width=8, depth=1, heads=2), torch.rand(3, 1, 8, 8)),
-}
-
-
 def privacy_loss(model: nn.Module, loss_fn: Any, x: Tensor, y: Tensor, clip: str | None) -> Tensor:
     """PL of one example as a differentiable function of its input, by plain autograd."""
     weights = [p for p in model.parameters() if p.requires_grad]
@@ -39,11 +33,10 @@ def privacy_loss(model: nn.Module, loss_fn: Any, x: Tensor, y: Tensor, clip: str
 
 
 @pytest.mark.parametrize("clip", [None, "gelu"])
-@pytest.mark.parametrize("name", MODELS)
-def test_zoo_models_against_plain_autograd(name: str, clip: str | None) -> None:
+def test_a_transformer_against_plain_autograd(clip: str | None) -> None:
     torch.manual_seed(0)
-    model, x = (part.to(DEVICE).double() for part in MODELS[name])
-    y = torch.randint(3, (len(x),), device=DEVICE)
+    model = zoo.vit_tiny(3, 1, 8, width=8, depth=1, heads=2).to(DEVICE).double()
+    x, y = torch.rand(3, 1, 8, 8).to(DEVICE).double(), torch.tensor([0, 2, 1], device=DEVICE)
     options: dict[str, Any] = (
         {} if clip is None else {"noise_std": STD, "max_grad_norm": C, "clip": clip}
     )

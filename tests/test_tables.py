@@ -47,7 +47,7 @@ def test_leakage_for_every_reader_of_arrow(with_pandas: bool, tmp_path: Path) ->
     assert written["fil"].to_numpy() == pytest.approx(columns["fil"], nan_ok=True)
 
 
-@pytest.mark.parametrize("keys", [["a", 1, "1"], [("a", 1), ("b", 2)], [7, 2**40], [], range(2, 5)])
+@pytest.mark.parametrize("keys", [["a", 1, "1"], [("a", 1), ("b", 2)], [7, 2**40], []])
 def test_names_have_the_type_that_a_run_file_gives_them(
     with_pandas: bool, keys: list[object]
 ) -> None:
