@@ -39,6 +39,9 @@ from tests.integrations.ledgers import DELTA  # noqa: E402
 from torchfil.integrations.huggingface import FILTrainer  # noqa: E402
 from torchfil.integrations.lightning import FILCallback  # noqa: E402
 
+# each rank predicts from what it measured itself: nothing is predicted of known batches
+EXACT = Accounting(seed=3, estimator="exact", amplification="none")
+
 
 @dataclass
 class Fitted:
@@ -122,7 +125,7 @@ def lightning_fit(
     if bad is not None:
         x[bad] = torch.nan
     module = lightning.module()
-    settings = lightning.options(accounting=Accounting(seed=3, estimator="exact"), **options)
+    settings = lightning.options(accounting=EXACT, **options)
     callback = FILCallback(path=Path(folder) / "leakage.csv", delta=DELTA, **settings)
     with as_a_rank(module, replayed) as (size, draws):
         ranks = {"devices": size, "strategy": "ddp" if size > 1 else "auto", "precision": "64-true"}
@@ -154,23 +157,21 @@ def trainer_fit(
     n: int = 19,
     batch_size: int = 3,
     replayed: Draws | None = None,
-    resumed: str | None = None,
-    saving: dict[str, Any] | None = None,
     **options: Any,
 ) -> Fitted:
     """A training run in this process, as one of several ranks where there are any."""
     Path(folder).mkdir(exist_ok=True)
-    model, exact = hugging_face.model().double(), Accounting(seed=3, estimator="exact")
+    model = hugging_face.model().double()
     given = {"model": model, "train_dataset": hugging_face.examples(n), "delta": DELTA}
     given |= {
-        "privacy": hugging_face.privacy(accounting=exact, **options),
+        "privacy": hugging_face.privacy(accounting=EXACT, **options),
         "leakage_path": Path(folder) / "leakage.csv",
     }
     state.AcceleratorState._reset_state(reset_partial_state=True)
     with as_a_rank(model, replayed) as (_, draws):
-        sizes = {"per_device_train_batch_size": batch_size, "logging_steps": 2, **(saving or {})}
+        sizes = {"per_device_train_batch_size": batch_size, "logging_steps": 2}
         trainer = hugging_face.made(Path(folder), kind=FILTrainer, given=given, **sizes)
-        trainer.train(resume_from_checkpoint=resumed)
+        trainer.train()
     state.PartialState._reset_state()
     logged = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
     return Fitted.by(trainer.engine, model, draws, trainer.state.global_step, logged)
@@ -183,7 +184,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
 
 
 def assert_same(parts: list[Fitted], alone: Fitted) -> None:
-    assert max(alone.columns["fil"]) > 0
+    assert any(each > 0 for each in alone.columns["fil"])
     for part in parts:
         assert part.steps == alone.steps
         for a, b in zip(part.weights, alone.weights, strict=True):
@@ -192,7 +193,9 @@ def assert_same(parts: list[Fitted], alone: Fitted) -> None:
         assert part.columns.keys() == alone.columns.keys()
         for name, column in alone.columns.items():
             same = (
-                column if isinstance(column[0], str) else pytest.approx(column, rel=1e-6, abs=1e-9)
+                column
+                if isinstance(column[0], str)
+                else pytest.approx(column, rel=1e-6, abs=1e-9, nan_ok=True)
             )
             assert part.columns[name] == same, name
 

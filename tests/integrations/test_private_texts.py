@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.cases import grouped, relative_error
-from torchfil import FILPrivacyEngine
+from tests.cases import relative_error
+from tests.engine.ways import start
 from torchfil.private import Examples, Private
 from torchfil.private.submodules import embeddings_to_protect
 
@@ -52,18 +52,9 @@ def one_pass(module: nn.Module, items: list[Any], batch_size: int) -> Any:
 
     Docs/models.md compares such runs with brute force.
     """
-    module, engine = copy.deepcopy(module), FILPrivacyEngine()
-    given: dict[str, Any] = {
-        "estimator": "exact",
-        "amplification": "none",
-        "poisson_sampling": False,
-    }
-    _, _, loader = engine.make_private(
-        module,
-        torch.optim.SGD(module.parameters(), lr=0.0),
-        DataLoader(items, batch_size=batch_size, collate_fn=padded),  # type: ignore[arg-type]
-        **grouped(**given),
-    )
+    given: dict[str, Any] = {"estimator": "exact", "amplification": "none", "criterion": None}
+    data: Any = DataLoader(items, batch_size=batch_size, collate_fn=padded)  # type: ignore[arg-type]
+    engine, *_, loader = start(copy.deepcopy(module), data, "auto", **given)
     for batch in loader:
         engine.train_step(dict(batch))
     return engine.totals

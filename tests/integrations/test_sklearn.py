@@ -21,6 +21,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.engine.loops import step
+from tests.engine.ways import weights_of
 from torchfil import FILPrivacyEngine, PrivateClassifier, PrivateRegressor
 from torchfil.questions import Absent
 from torchfil.utils.noise import preserve_rng
@@ -32,10 +34,6 @@ BOTH = pytest.mark.parametrize("kind", [PrivateClassifier, PrivateRegressor])
 def data(n: int = 90, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     X = np.random.default_rng(seed).uniform(-1, 1, (n, 3))
     return X, (X[:, 0] > 0).astype(int)
-
-
-def weights(model: Any) -> torch.Tensor:
-    return nn.utils.parameters_to_vector(model.module_.parameters()).detach()
 
 
 # ---------------------------------------------------------------- scikit-learn's checks: none fails
@@ -84,14 +82,10 @@ def test_a_fit_is_the_plain_loop(kind: Any) -> None:
             id_of=names,
         )
         for _ in range(3):
-            for inputs, wanted in loader:
-                optimizer.zero_grad()
-                loss(private(inputs), wanted).backward()
-                optimizer.step()
+            for batch in loader:
+                step(private, optimizer, batch, loss)
 
-    torch.testing.assert_close(
-        weights(model), nn.utils.parameters_to_vector(module.parameters()).detach()
-    )
+    torch.testing.assert_close(weights_of(model.module_), weights_of(module))
     pandas.testing.assert_frame_equal(
         pandas.DataFrame(model.leakage_), pandas.DataFrame(engine.leakage(delta=1e-5))
     )
@@ -131,7 +125,8 @@ def test_noise_is_new_in_each_fit_unless_it_is_seeded(kind: Any) -> None:
         torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.simplefilter("error" if seed is None else "ignore")
-            found.append(weights(kind(epochs=1, noise_multiplier=1.0, random_state=seed).fit(X, y)))
+            model = kind(epochs=1, noise_multiplier=1.0, random_state=seed).fit(X, y)
+            found.append(weights_of(model.module_))
         if seed is not None:
             assert torch.equal(
                 torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(0))

@@ -23,6 +23,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
+from tests.integrations.test_huggingface import QUIET, RATE
 from torchfil.integrations.huggingface import FILTrainer
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat", "fast", ".", "?"]
@@ -31,20 +32,8 @@ TEXTS = [
     {"prompt": "a dog", "completion": " ran fast"},
 ] * 6
 LORA: Any = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
-COMMON: dict[str, Any] = {
-    "max_grad_norm": 0.5,
-    "num_train_epochs": 2,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 0.1,
-    "lr_scheduler_type": "constant",
-    "optim": "sgd",
-    "use_cpu": True,
-    "bf16": False,
-    "save_strategy": "no",
-    "report_to": [],
-    "disable_tqdm": True,
-    "seed": 7,
-}
+COMMON: dict[str, Any] = {**QUIET, **RATE, "num_train_epochs": 2, "bf16": False}
+COMMON |= {"per_device_train_batch_size": 4}
 
 
 def words() -> Any:

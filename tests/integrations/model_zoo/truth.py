@@ -28,8 +28,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
-from tests.cases import grouped
 from tests.engine.brute_force import SIGMA, C, random_state_kept, set_random_state
+from tests.engine.ways import start
 from torchfil import FILPrivacyEngine
 from torchfil.clipping import DEFAULT_CLIP, get_clip
 from torchfil.engine import plans
@@ -105,29 +105,20 @@ def trained(
     """
     module = model.made(dropout)
     trainable = {name: value for name, value in module.named_parameters() if value.requires_grad}
-    plain, engine = copy.deepcopy(module), FILPrivacyEngine()
-    optimizer: Any = torch.optim.SGD(trainable.values(), lr=0.3)
-    loader: Any = DataLoader(
+    plain = copy.deepcopy(module)
+    data: Any = DataLoader(
         model.data(), batch_size=BATCH, collate_fn=model.collate, generator=seeded(2)
     )
-    if way == "train_step" or (way == "loop" and model.criterion_needed):
-        options = {"criterion": model.loss, **options}
-    given = {
-        "noise_multiplier": SIGMA,
-        "max_grad_norm": C,
-        "amplification": "none",
-        "seed": 3,
-        **options,
-    }
+    told = way == "train_step" or (way == "loop" and model.criterion_needed)
+    given: dict[str, Any] = {"noise_multiplier": SIGMA, "max_grad_norm": C, "seed": 3, "lr": 0.3}
+    given |= {"amplification": "none", "criterion": model.loss if told else None}
+    given |= {"poisson_sampling": True, "noise_generator": seeded(5), **options}
     notes: list[tuple[int, ...]] = []
     steps: list[Step] = []
     torch.manual_seed(4)
     with noted_probes(notes) as estimator, mock.patch.object(plans.logger, "warning") as warning:
-        wrapped, optimizer, loader = engine.make_private(
-            module,
-            optimizer,
-            loader,
-            **grouped(estimator=estimator, noise_generator=seeded(5), **given),
+        engine, wrapped, optimizer, loader = start(
+            module, data, "auto", estimator=estimator, **given
         )
         for batch in islice(chain.from_iterable(repeat(loader)), count):
             weights = {name: value.detach().clone() for name, value in module.state_dict().items()}
