@@ -17,7 +17,7 @@ HELPERS = {"paper_data", "networks"}
 QUICK = {
     "attack_glm_attributes": "--out {out} --rounds 1 --trials 3",
     "attack_glm_reconstruction": "--out {out} --trials 20 --device cpu",
-    "attack_informed": "--out {out} --runs 4 --noise 0.01",
+    "attack_informed": "--out {out} --runs 2 --noise 0.01",
     "attack_inversion": "--out {out} --images 6 --noisy-images 3 --steps 2 --chunk 4 --resamples 5",
     "attack_membership": "--out {out} --runs 24 --examples 12 --steps 2",
     "attack_property": "--out {out} --rounds 4 --examples 40 --measured 24",
