@@ -27,8 +27,8 @@ from tests.engine.brute_force import Run, assert_true, make, train
 from tests.engine.loops import data, network
 from tests.engine.ways import LOSS, Calling, start, step
 from torchfil import Private
-from torchfil.engine.guard import how_rows_mix
 from torchfil.engine.loader import BatchTracker, plain, remembering
+from torchfil.engine.mixing import how_rows_mix
 
 DIAGONAL = {"track": ("diagonal",)}
 

@@ -19,6 +19,8 @@ from tests.engine.hunger import room_for
 from tests.engine.loops import assert_same_run, data, network
 from torchfil import Execution
 from torchfil.engine import passes
+from torchfil.engine.checks import NO_CHECKS
+from torchfil.engine.flags import Flags
 from torchfil.fisher.recording import RecordedForward
 
 # how the model is trained, such that the layer has work to do: graphs leave none to the others
@@ -71,8 +73,7 @@ def without(name: str) -> Callable[..., Any]:
     return lambda *given: given[1] if name == "recorded_or_mapped" else given[0]
 
 
-def trained(name: str, layer: Callable[..., Any]) -> Run:
-    way, execution = ACTIVE[name]
+def begun(**options: Any) -> Run:
     torch.manual_seed(0)
     given = {
         "noise_multiplier": 0.9,
@@ -80,10 +81,15 @@ def trained(name: str, layer: Callable[..., Any]) -> Run:
         "estimator": "weight-probes",
         "num_probes": 2,
         "criterion": nn.CrossEntropyLoss(),
-        "execution": execution,
+        **options,
     }
+    return make(copy.deepcopy(network()).double(), data(60), batch_size=16, **given)
+
+
+def trained(name: str, layer: Callable[..., Any]) -> Run:
+    way, execution = ACTIVE[name]
     with mock.patch.object(passes, name, layer):
-        run = make(copy.deepcopy(network()).double(), data(60), batch_size=16, **given)
+        run = begun(execution=execution)
     train(run, steps=2, way=way)
     short_of_memory = name == "halved" and isinstance(layer, Counting)
     with ExitStack() as inside:
@@ -102,3 +108,27 @@ def test_numbers_are_the_same_without_it(name: str) -> None:
     ours, theirs = trained(name, layer), trained(name, without(name))
     assert layer.was_active
     assert_same_run((ours.engine, ours.module), (theirs.engine, theirs.module), 1e-9)
+
+
+@pytest.mark.parametrize("way", ["recorded", "train_step", "hooks"])
+def test_numbers_are_the_same_without_checks(way: str) -> None:
+    """Each of them is asked in some way of training."""
+    hooks = {"grad_sample_mode": "hooks"} if way == "hooks" else {}
+    ours, theirs, asked = begun(**hooks), begun(**hooks), set[str]()
+    theirs.engine._training.step.guard.checks = NO_CHECKS
+    with mock.patch.object(Flags, "ask", noting(asked)):
+        train(ours, steps=4, way=way)
+    train(theirs, steps=4, way=way)
+    of_way = {"Opacus's norms"} if way == "hooks" else {"norms"}
+    assert asked >= {"finite inputs", "losses", "gradients at the outputs", *of_way}
+    assert_same_run((ours.engine, ours.module), (theirs.engine, theirs.module), 1e-12)
+
+
+def noting(asked: set[str]) -> Callable[..., None]:
+    ask = Flags.ask
+
+    def note(flags: Flags, checks: Any, about: Any) -> None:
+        asked.update(check.name for check in checks)
+        ask(flags, checks, about)
+
+    return note

@@ -286,7 +286,7 @@ def _examined(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         guard.check_live_model(
-            forward, loss, gradients, values.losses, lambda seen: seen, now=not plan.fits
+            forward, loss, gradients, values, lambda seen: seen, now=not plan.fits
         )
     own = examples.own_coordinates
     return replace(

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from torchfil.accounting.quantities import Track, columns_of, needs_of, question_column
 from torchfil.accounting.sums import Column
+from torchfil.engine.checks import check_copy
 from torchfil.engine.forward import StartedGraph
-from torchfil.engine.guard import check_copy
 from torchfil.engine.plans import Plans
 from torchfil.fisher.batch import PrivateBatch, working_vectors
 from torchfil.fisher.estimators import EXACT, Draws

@@ -12,17 +12,24 @@ import contextlib
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchfil.engine.checks import Given, Norms, Released, Weighting
 from torchfil.engine.evidence import Evidence
 from torchfil.engine.forward import ForwardPass, LossInside, Observer, StartedGraph
 from torchfil.engine.guard import OTHER_OWN_LOSS, Guard
 from torchfil.engine.loader import is_target_name, make_current, plain, split_batch
-from torchfil.engine.losses import NO_TARGETS, IdentifiedLoss, LossMismatchError, placed
+from torchfil.engine.losses import (
+    NO_TARGETS,
+    WEIGHTED_BY_TOKENS,
+    IdentifiedLoss,
+    LossMismatchError,
+    placed,
+)
 from torchfil.engine.measure import Places, StepValues, Wanted, joined
 from torchfil.engine.optimizer import FILOptimizer
 from torchfil.engine.passes import Passes
@@ -181,14 +188,14 @@ class Step:
         run, guard = self.run, self.guard
         values: StepValues | None = None
         noise = run.check_noise(optimizer)
-        guard.begin_step()
+        guard.flags.begin_step()
         ids = run.check_ids(
             calls, sum([call.num_rows for call in calls]) if norms is None else len(norms)
         )
         parts = self.observer.tracker.parts
         self.backward_passes = parts if parts > 1 else len(calls)
         if not ids:
-            guard.raise_if_any()
+            guard.flags.raise_if_any()
             self.observer.forget_finished()
             return None
 
@@ -201,9 +208,9 @@ class Step:
 
         # what the batches show is read before the costly part, or meanwhile
         if self.replica.device.type == "cpu":
-            guard.raise_if_any()
+            guard.flags.raise_if_any()
         else:
-            guard.start_reading()
+            guard.flags.start_reading()
 
         # the passes, and what they must agree with
         measures = (run.chooses_to_measure() or noise.noise_multiplier == 0) and not run.paused
@@ -215,7 +222,7 @@ class Step:
             )
         if norms is not None and clipped_norms is not None:
             values = self._released_by_opacus(values, calls, loss, norms, clipped_norms)
-        guard.raise_if_any()
+        guard.flags.raise_if_any()
         assert values is not None
 
         # nothing can be refused from here on
@@ -238,7 +245,8 @@ class Step:
         norms count.
         """
         if values is not None:
-            self.guard.add(self.guard.compare_norms(values.norm, norms, calls))
+            about = Released(values.norm, norms, self.guard.is_reduced(calls[0]))
+            self.guard.flags.ask(self.guard.checks.released, about)
             return replace(values, clipped_norm=clipped_norms, sums={})
         if loss is not None and not self.run.paused:
             for call in calls:
@@ -265,8 +273,8 @@ class Step:
             return pieces, None
         if loss.is_models_own:
             pieces = self._with_labels(calls, pieces)
-        if calls[0].outputs is None:
-            guard.add(guard.check_weights(loss, self._targets(calls[0])))
+        if calls[0].outputs is None and WEIGHTED_BY_TOKENS not in guard.flags.warned:
+            guard.flags.ask(guard.checks.weighting, Weighting(loss, self._targets(calls[0])))
         return pieces, loss
 
     def _with_labels(self, calls: Sequence[ForwardPass], pieces: list[_Piece]) -> list[_Piece]:
@@ -283,13 +291,15 @@ class Step:
 
     def _checked_pieces(self, call: ForwardPass) -> list[_Piece]:
         """:meth:`_pieces`, with the checks of the batch."""
-        if call.outputs is None:
-            self.guard.add(self.guard.check_batch(call))
-        self.guard.check_rows(call)
-        pieces = self._pieces(call)
-        if self.run.ledger is not None:  # the first step has looked at once
-            self.guard.add(self.guard.check_inputs(call, self._targets(call)))
-        return pieces
+        guard = self.guard
+        # a loop's forward pass belongs to the batch that it had read
+        earlier = guard.tracker.earlier if call.outputs is None else ()
+        # the first step has looked at targets at once
+        targets = None if self.run.ledger is None else self._targets(call)
+        about = Given(call, targets, self.replica, tuple(earlier))
+        guard.flags.ask(guard.checks.batch, about)
+        guard.check_rows(call)
+        return self._pieces(call)
 
     def _values_of_all(
         self,
@@ -352,25 +362,22 @@ class Step:
         # if so, only the losses show whether the model mixes examples
         mapped = values.output_gradients is None
         by_opacus = not wanted.summed
-        look = partial(guard.check_loss, call, row_loss, by_opacus=by_opacus)
 
         def regrouped(seen: Evidence) -> Evidence:
             return seen.of_owners(part, loss) if isinstance(loss, OverRows) and part else seen
 
         if not from_loop:
-            guard.raise_if_any()
-            guard.check_live_model(call, row_loss, gradients, values.losses, regrouped, now=mapped)
-        elif mapped:
-            look()
-            seen = regrouped(guard.evidence(call, row_loss))
-            guard.add(guard.compare_losses(seen, call, gradients, values.losses))
+            guard.flags.raise_if_any()
+            guard.check_live_model(call, row_loss, gradients, values, regrouped, now=mapped)
         else:
-            seen, ours = regrouped(guard.evidence(call, row_loss)), values.output_gradients or ()
-            guard.add(guard.compare_outputs(seen, ours, look, by_opacus=by_opacus))
+            about = guard.found(call, row_loss, gradients, values, regrouped, by_opacus=by_opacus)
+            if mapped:
+                about.look()
+            guard.flags.ask(guard.checks.examples, about)
         if wanted.summed:
-            guard.check_norms(values.norm, values.losses)
+            guard.flags.ask(guard.checks.norms, Norms.of(values.norm, values.losses))
         if not from_loop and self.replica.written and piece.is_first:
-            guard.raise_if_any()
+            guard.flags.raise_if_any()
             self._write_buffers(call, gradients, plan)
         return replace(values, output_gradients=None)  # of another shape in every piece
 

@@ -330,7 +330,7 @@ class Checkpoints:
     def _set_state(self, state_dict: Mapping[str, Any]) -> None:
         training = self._training
         training.run.load_state_dict(state_dict["run"])
-        training.step.guard.forget_last_step()
+        training.step.guard.flags.forget_last_step()
         if training.run.ids.grows:  # a batch that was read before has rows of another run
             training.step.observer.tracker.ids = None
         self._accountant.load_state_dict(copy.deepcopy(state_dict["accountant"]))
