@@ -18,6 +18,7 @@ from torchfil.engine.check import LayerCheck
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 0, 1, 2])
+IDS = torch.randint(9, (6, 5), generator=torch.Generator().manual_seed(0))
 LOSS = nn.CrossEntropyLoss()
 
 
@@ -98,6 +99,14 @@ def test_the_model_is_left_as_it_is() -> None:
     make(module=model)
 
 
+class Contrasting(WithLoss):
+    """Gives a loss that compares each example with all others."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        views = nn.functional.normalize(self.head(self.embedding(input_ids).mean(dim=1)), dim=1)
+        return {"loss": (views @ views.T).exp().sum(dim=1).log().mean()}
+
+
 def test_what_is_mapped_over_examples_is_told() -> None:
     found = torchfil.check(nn.Sequential(Sorted(4, 4), nn.Linear(4, 3)), (X, Y), LOSS)
     assert (found.verdict, found.layers) == ("mapped", ())
@@ -108,6 +117,7 @@ def test_what_is_mapped_over_examples_is_told() -> None:
     ("model", "batch", "options", "noun"),
     [
         (Mixing(4, 3), (X, Y), {"criterion": LOSS}, "mixes examples"),
+        (Contrasting(), {"input_ids": IDS, "labels": Y}, {}, "mixes the examples"),
         (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), (X, Y), {}, "GroupNorm"),
         (mlp(), (X, torch.randn(6, 7)), {}, "criterion="),
         (mlp().eval(), (X, Y), {}, "eval mode"),
@@ -123,8 +133,7 @@ def test_what_is_refused_is_told(
 
 
 def test_losses_private_coordinates_and_batches_of_other_forms() -> None:
-    ids = torch.randint(9, (6, 5), generator=torch.Generator().manual_seed(0))
-    found = torchfil.check(WithLoss(), {"input_ids": ids, "labels": Y})
+    found = torchfil.check(WithLoss(), {"input_ids": IDS, "labels": Y})
     assert "identified from the model's own" in found.loss
     assert (found.private, found.num_coordinates) == ("the output of 'embedding', 5×5", 25)
     assumed = torchfil.check(mlp(), (X, Y))

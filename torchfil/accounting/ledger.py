@@ -472,6 +472,8 @@ class Ledger:
         unpaused = 1 - self._column("paused", ())[order].view(wide)
         measured = count if summed.always else sums["measured"].double().view(wide)
         measured = measured.clone()
+
+        # an example's draws one after the other: each changes what the next one predicts
         kept: dict[str, Tensor] = {}
         for size, here in rounds:
             now = draws[here]
@@ -488,6 +490,8 @@ class Ledger:
                 kept[name][here] = value
         if not self._apart:
             return {}
+
+        # back to the order of the queue
         places = torch.empty_like(order).index_copy_(
             0, order, torch.arange(len(order), device=order.device)
         )
@@ -512,6 +516,8 @@ class Ledger:
         }
         value = parts["value"].double() if is_told else torch.zeros((), dtype=torch.float64)
         value = value.to(self.device)
+
+        # what the trace predicts, by the entries' shares so far
         guess = unsure = torch.zeros((), dtype=torch.float64, device=self.device)
         added = value / rate
         if summed.shares is not None and (self.draw_rate is not None or rate < 1):

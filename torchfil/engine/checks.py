@@ -321,6 +321,8 @@ def _why_other_losses(found: Found) -> Exception | None:
             f"{apart:.3g}, the largest being {size:.3g}). Either the model mixes examples, or "
             f"{COPY_DIFFERS.format('other outputs')}"
         )
+
+    # the model's own loss: does it weight its examples, or mix them?
     found.uneven.times += 1
     times = found.uneven.times
     if times & (times - 1) == 0:

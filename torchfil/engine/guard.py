@@ -340,7 +340,12 @@ class Guard:
         masks = replayed_masks(call.masks) if call.masks else contextlib.nullcontext()
         with torch.no_grad(), differentiable_twice(), buffers_kept(live), masks, autocast:
             call = replace(call, outputs=live(*call.args, **call.kwargs))
-        about = self.found(call, loss, gradients, values, regrouped)
+
+        # nobody has called backward on these outputs
+        def looked(seen: Evidence) -> Evidence:
+            return regrouped(replace(seen, output_gradients=()))
+
+        about = self.found(call, loss, gradients, values, looked)
         self.flags.ask(self.checks.examples, about)
         self.flags.raise_if_any()
         if not loss.is_models_own and losses.check_equal_weights(
